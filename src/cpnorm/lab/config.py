@@ -1,0 +1,70 @@
+"""One frozen Config says everything about a run; it is stored with the run and with every record made from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_type_hints
+
+
+Rank = int | float | str | Mapping[str, int | float | str]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of one training run; ``Config()`` is the paper's canonical AlexNet-like row on CIFAR-10 with SGD."""
+
+    model: Literal["alexnet", "lenet"] = "alexnet"
+    data: Literal["cifar10", "svhn", "mnist", "digits"] = "cifar10"
+    norm: Literal["none", "weight", "cp", "tai"] = "cp"
+    init: Literal["exact", "power", "als", "kaiming_normal", "kaiming_uniform"] = "power"
+    lambdas: Literal["decomposition", "ones", "normal"] = "decomposition"
+    rank: Rank = "paper"  # "paper": the ranks of the paper's tables; otherwise what canonical_norm takes
+    skip: tuple[str, ...] = ()  # layers that stay plain, by name or pattern
+    modes: bool = False  # the Linear behind the flatten keeps the tensor structure of its input
+    renormalize: bool = True
+    optimizer: Literal["sgd", "rmsprop", "adam", "adamw"] = "sgd"
+    lr: float = 0.01
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    lambda_l1: float = 0.0  # sparsity pressure on the lambdas
+    label_smoothing: float = 0.0
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    warmup: int = 0  # epochs of linear warm-up
+    epochs: int = 150
+    batch_size: int = 64
+    seed: int = 0
+    precision: Literal["auto", "bf16", "tf32", "fp32"] = "auto"  # auto: bf16 on a GPU, fp32 elsewhere
+    augment: Literal["auto", "none", "crop", "crop-flip"] = "auto"  # auto: crop-flip for CIFAR-10 and SVHN, else none
+    validation: int = 0  # training images held out for choosing
+    early_stopping: int = 0  # epochs without improvement of the validation (or training) loss before stopping; 0: off
+
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(Config).items():
+            choices = get_args(kind)
+            if choices and all(isinstance(c, str) for c in choices) and getattr(self, name) not in choices:
+                raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        for name, low in {"epochs": 0, "batch_size": 1, "seed": 0, "warmup": 0, "validation": 0}.items():
+            if getattr(self, name) < low:
+                raise ValueError(f"expected {name} >= {low}, got {getattr(self, name)}")
+        if not 0 < self.lr < float("inf"):
+            raise ValueError(f"expected a learning rate > 0, got {self.lr}")
+        object.__setattr__(self, "skip", tuple(self.skip))
+
+    def replace(self, **changes: Any) -> Config:
+        """A copy with these settings changed."""
+        return dataclasses.replace(self, **changes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Config:
+        """The inverse of ``to_json``; an unknown setting is an error, a missing one takes its default."""
+        unknown = set(values) - {field.name for field in dataclasses.fields(cls)}
+        if unknown:
+            raise ValueError(f"unknown settings: {', '.join(sorted(unknown))}")
+        return cls(**values)

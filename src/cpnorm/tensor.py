@@ -1,0 +1,172 @@
+"""The canonical form itself: plain mathematics on (sigma, lambdas, factors), no layers, no training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+
+def khatri_rao(factors: Sequence[Tensor]) -> Tensor:  # [(d1, R), (d2, R), ...] -> (d1 * d2 * ..., R)
+    """The column-wise Kronecker product; the last factor's index runs fastest."""
+    return reduce(lambda left, right: (left[:, None, :] * right).flatten(0, 1), factors)
+
+
+def split_modes(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Two groups of modes whose Khatri-Rao products are smallest together: (O, I, 3, 3) -> (O, 3) and (I, 3)."""
+    modes = range(len(shape))
+
+    def size(group: tuple[int, ...]) -> int:
+        rest = math.prod(shape[m] for m in modes if m not in group)
+        return math.prod(shape[m] for m in group) + rest
+
+    # Mode 0 is always on the left, so that every split is looked at once; of equals the first, most contiguous, wins.
+    candidates = [(0, *c) for n in range(len(shape) - 1) for c in combinations(range(1, len(shape)), n)]
+    left = min(candidates, key=size)
+    return left, tuple(m for m in modes if m not in left)
+
+
+def dense_from_terms(scales: Tensor, factors: Sequence[Tensor]) -> Tensor:  # (R,), [(d_i, R)] -> (d1, ..., dn)
+    """Sum of scales_r * a_r o b_r o ..., as one matrix product of two balanced Khatri-Rao products."""
+    shape = [f.shape[0] for f in factors]
+    left, right = split_modes(shape)
+    rows = khatri_rao([factors[m] for m in left])
+    columns = khatri_rao([factors[m] for m in right])
+    if rows.shape[0] <= columns.shape[0]:
+        rows = rows * scales
+    else:
+        columns = columns * scales
+    dense = aligned(rows) @ aligned(columns).mT
+    order = (*left, *right)
+    back = [order.index(m) for m in range(len(shape))]
+    return dense.reshape([shape[m] for m in order]).permute(back)
+
+
+def aligned(matrix: Tensor) -> Tensor:  # (d, R) -> (d, R rounded up to 8 on a GPU)
+    """Zero columns so that tensor cores can be used: a GPU falls back to slow kernels for ranks such as 571."""
+    missing = -matrix.shape[1] % 8
+    return torch.nn.functional.pad(matrix, (0, missing)) if missing and matrix.is_cuda else matrix
+
+
+def unit_columns(factor: Tensor) -> Tensor:  # (d, R) -> (d, R)
+    """Columns divided by their 2-norm; a column of zeros stays zero, and so does its gradient."""
+    wide = factor.float() if factor.dtype in (torch.float16, torch.bfloat16) else factor
+    squares = wide.square().sum(0)
+    safe = squares > torch.finfo(wide.dtype).tiny
+    inverse = torch.where(safe, torch.where(safe, squares, 1.0).rsqrt(), 0.0)
+    return (wide * inverse).to(factor.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class CPTensor:
+    """W = sigma * sum_r lambda_r * a_r o b_r o ... (equation 5 of the paper), of any order >= 2.
+
+    Columns need not be unit vectors; ``normalize`` makes them so. A lambda may be negative: its size ranks the term.
+
+    >>> cp = CPTensor.from_terms(torch.ones(2), [torch.eye(3)[:, :2], torch.eye(4)[:, :2]])
+    >>> cp.shape, cp.rank, cp.numel()
+    ((3, 4), 2, 17)
+    """
+
+    sigma: Tensor  # ()
+    lambdas: Tensor  # (R,)
+    factors: tuple[Tensor, ...]  # (d_i, R)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "factors", tuple(self.factors))
+        if len(self.factors) < 2:
+            raise ValueError(f"expected at least 2 factors, got {len(self.factors)}")
+        if self.lambdas.ndim != 1 or self.sigma.ndim != 0:
+            shapes = (tuple(self.sigma.shape), tuple(self.lambdas.shape))
+            raise ValueError(f"expected a scalar sigma and a vector of lambdas, got shapes {shapes}")
+        for mode, factor in enumerate(self.factors):
+            if factor.ndim != 2 or factor.shape[1] != self.rank:
+                expected = f"(d, {self.rank})"
+                raise ValueError(f"expected factor {mode} of shape {expected}, got {tuple(factor.shape)}")
+
+    @classmethod
+    def from_terms(cls, lambdas: Tensor, factors: Iterable[Tensor]) -> CPTensor:
+        """With sigma = 1."""
+        return cls(lambdas.new_ones(()), lambdas, tuple(factors))
+
+    @classmethod
+    def from_tensorly(cls, weights_and_factors: tuple[Tensor | None, Sequence[Tensor]]) -> CPTensor:
+        """From TensorLy's ``(weights, factors)``, whose weights may be None."""
+        weights, factors = weights_and_factors
+        return cls.from_terms(factors[0].new_ones(factors[0].shape[1]) if weights is None else weights, factors)
+
+    def to_tensorly(self) -> tuple[Tensor, list[Tensor]]:
+        """TensorLy's ``(weights, factors)``; sigma goes into the weights."""
+        return self.sigma * self.lambdas, list(self.factors)
+
+    @property
+    def rank(self) -> int:
+        return self.lambdas.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(f.shape[0] for f in self.factors)
+
+    def to_dense(self) -> Tensor:
+        """The full tensor."""
+        return dense_from_terms(self.sigma * self.lambdas, self.factors)
+
+    def numel(self) -> int:
+        """Numbers stored: sigma, the lambdas and the vectors."""
+        return 1 + self.rank * (1 + sum(self.shape))
+
+    def normalize(self) -> CPTensor:
+        """The same tensor with unit columns, their norms moved into the lambdas.
+
+        A term with a zero vector is zero: its lambda becomes 0 and the vector an arbitrary unit vector.
+        """
+        lambdas, factors = self.lambdas, []
+        for factor in self.factors:
+            largest = factor.abs().amax(0)  # dividing by it first keeps squares of tiny and huge entries in range
+            zero = largest == 0
+            scaled = factor / torch.where(zero, 1.0, largest)
+            norm = torch.linalg.vector_norm(scaled, dim=0)
+            unit = torch.where(zero, factor.shape[0] ** -0.5, scaled / torch.where(zero, 1.0, norm))
+            factors.append(unit.to(factor.dtype))
+            lambdas = lambdas * torch.where(zero, 0.0, norm * largest).to(lambdas.dtype)
+        return CPTensor(self.sigma, lambdas, tuple(factors))
+
+    def gram(self) -> Tensor:  # (R, R)
+        """Inner products of the terms: its sum is the squared norm of W, its trace the sum of the terms' own."""
+        scales = self.sigma * self.lambdas
+        return reduce(torch.mul, [f.mT @ f for f in self.factors]) * scales[:, None] * scales
+
+    def norm(self) -> Tensor:
+        """The Frobenius norm of W, without building W."""
+        return self.gram().sum().clamp_min(0).sqrt()
+
+    def cancellation(self) -> float:
+        """Sum of the squared norms of the terms over that of W: 1 for orthogonal terms, large where terms cancel."""
+        gram = self.gram().double()
+        return (gram.trace() / gram.sum().clamp_min(torch.finfo(gram.dtype).tiny)).item()
+
+    def fit(self, dense: Tensor) -> float:
+        """1 - ||dense - W|| / ||dense||, the paper's measure (its equation 6); 1 is a perfect fit."""
+        if tuple(dense.shape) != self.shape:
+            raise ValueError(f"expected a tensor of shape {self.shape}, got {tuple(dense.shape)}")
+        size = torch.linalg.vector_norm(dense).item()
+        error = torch.linalg.vector_norm(dense - self.to_dense()).item()
+        return 1.0 - error / size if size else float(error == 0)
+
+    def select(self, terms: Tensor) -> CPTensor:
+        """Only these terms (indices, or a mask of length R), in the order given."""
+        return CPTensor(self.sigma, self.lambdas[terms], tuple(f[:, terms] for f in self.factors))
+
+    def largest(self, rank: int) -> CPTensor:
+        """The ``rank`` terms of largest absolute lambda, in their old order."""
+        kept = self.lambdas.abs().argsort(descending=True, stable=True)[:rank]
+        return self.select(kept.sort().values)
+
+    def to(self, *args: torch.dtype | torch.device | str) -> CPTensor:
+        """On another device or in another dtype."""
+        return CPTensor(self.sigma.to(*args), self.lambdas.to(*args), tuple(f.to(*args) for f in self.factors))
