@@ -1,0 +1,47 @@
+# make demo: from a fresh machine to the demo. make test: from a fresh machine to green tests.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The constraint is in force from the first call on: another torch would pull in gigabytes.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test test-slow bench bench-gpu lint format clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/lab.stamp
+	$(BIN)/cpnorm demo
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -m slow
+
+bench: $(VENV)/dev.stamp
+	set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+bench-gpu: $(VENV)/dev.stamp
+	set -e; for script in benchmarks/gpu_*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/dev.stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+
+$(VENV)/lab.stamp: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing cpnorm into $(VENV); the first time takes a few minutes"
+	$(PIP) -e ".[lab]"
+	touch $@
+
+# After lab.stamp, never beside it: two pips must not write into one environment.
+$(VENV)/dev.stamp: $(VENV)/lab.stamp
+	$(PIP) -e ".[lab,onnx,tensorboard,dev]"
+	touch $@

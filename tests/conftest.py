@@ -1,0 +1,29 @@
+"""What every test starts from: fixed seeds, repeatable examples, and skips that say why."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=40)
+settings.register_profile("explore", deadline=None, max_examples=1000)  # HYPOTHESIS_PROFILE=explore looks for new cases
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need what this machine does not have are skipped, with the reason."""
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device")
+    no_data = pytest.mark.skip(reason="needs the official data files: set CPNORM_DATA to their folder")
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+        if "data" in item.keywords and not os.environ.get("CPNORM_DATA"):
+            item.add_marker(no_data)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
