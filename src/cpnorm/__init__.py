@@ -1,1 +1,40 @@
+"""Neural networks in canonical form: weights kept, trained and normalised as sums of weighted rank-one terms."""
 
+from cpnorm.tensor import CPTensor
+from cpnorm.decompose import RankEstimate, cp_als, cp_exact, cp_power, estimate_rank
+from cpnorm.contract import Plan, plan
+from cpnorm.layers import (
+    CPConv1d,
+    CPConv2d,
+    CPConv3d,
+    CPConvTranspose1d,
+    CPConvTranspose2d,
+    CPConvTranspose3d,
+    CPLayer,
+    CPLinear,
+)
+from cpnorm.convert import canonical_layers, canonical_norm, fold, renormalize, renormalize_after
+
+__all__ = [
+    "CPTensor",
+    "cp_exact",
+    "cp_power",
+    "cp_als",
+    "estimate_rank",
+    "RankEstimate",
+    "Plan",
+    "plan",
+    "CPLayer",
+    "CPLinear",
+    "CPConv1d",
+    "CPConv2d",
+    "CPConv3d",
+    "CPConvTranspose1d",
+    "CPConvTranspose2d",
+    "CPConvTranspose3d",
+    "canonical_norm",
+    "canonical_layers",
+    "renormalize",
+    "renormalize_after",
+    "fold",
+]

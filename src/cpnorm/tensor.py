@@ -22,8 +22,8 @@ def split_modes(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]
     modes = range(len(shape))
 
     def size(group: tuple[int, ...]) -> int:
-        rest = math.prod(shape[m] for m in modes if m not in group)
-        return math.prod(shape[m] for m in group) + rest
+        rest = math.prod([shape[m] for m in modes if m not in group])
+        return math.prod([shape[m] for m in group]) + rest
 
     # Mode 0 is always on the left, so that every split is looked at once; of equals the first, most contiguous, wins.
     candidates = [(0, *c) for n in range(len(shape) - 1) for c in combinations(range(1, len(shape)), n)]
@@ -53,13 +53,17 @@ def aligned(matrix: Tensor) -> Tensor:  # (d, R) -> (d, R rounded up to 8 on a G
     return torch.nn.functional.pad(matrix, (0, missing)) if missing and matrix.is_cuda else matrix
 
 
-def unit_columns(factor: Tensor) -> Tensor:  # (d, R) -> (d, R)
-    """Columns divided by their 2-norm; a column of zeros stays zero, and so does its gradient."""
+def inverse_norms(factor: Tensor) -> Tensor:  # (d, R) -> (R,)
+    """1 / 2-norm of each column, at least in float32; 0 for a column of zeros, and no gradient there."""
     wide = factor.float() if factor.dtype in (torch.float16, torch.bfloat16) else factor
     squares = wide.square().sum(0)
-    safe = squares > torch.finfo(wide.dtype).tiny
-    inverse = torch.where(safe, torch.where(safe, squares, 1.0).rsqrt(), 0.0)
-    return (wide * inverse).to(factor.dtype)
+    alive = squares > torch.finfo(wide.dtype).tiny
+    return torch.where(alive, torch.where(alive, squares, 1.0).rsqrt(), 0.0)
+
+
+def unit_columns(factor: Tensor) -> Tensor:  # (d, R) -> (d, R)
+    """Columns divided by their 2-norm; a column of zeros stays zero, and so does its gradient."""
+    return (factor * inverse_norms(factor)).to(factor.dtype)
 
 
 @dataclass(frozen=True, eq=False)

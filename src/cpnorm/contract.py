@@ -1,0 +1,202 @@
+"""How a layer meets its input: rebuild W and run the plain layer, or go through the factors and never build W.
+
+Choosing (`plan`) is separate from doing (`through_*`), and the choice prints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cpnorm.tensor import khatri_rao, split_modes
+
+Path = Literal["rebuild", "factors"]
+
+CONV = (F.conv1d, F.conv2d, F.conv3d)
+CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+
+# Arithmetic a machine does in the time it moves one byte of a large tensor. Measured: benchmarks/plan.py.
+FLOPS_PER_BYTE = {"cpu": 12.0, "cuda": 120.0}
+# Depthwise convolutions use no matrix unit: one of their operations costs as much as this many of a matrix product.
+DEPTHWISE_PENALTY = {"cpu": 8.0, "cuda": 16.0}
+
+
+# --- doing --------------------------------------------------------------------------------------------------------
+
+
+def through_linear(x: Tensor, scales: Tensor, factors: Sequence[Tensor], outputs: int, bias: Tensor | None) -> Tensor:
+    """(..., I) -> (..., O) as two thin products; several modes may make up I, and several O."""
+    size, first_input = 1, 0
+    while size < outputs:
+        size *= factors[first_input].shape[0]
+        first_input += 1
+    first_input = max(first_input, 1)
+    into = khatri_rao(factors[first_input:])  # (I, R)
+    out = khatri_rao(factors[:first_input])  # (O, R)
+    return F.linear((x @ into) * scales.to(x.dtype), out, bias)
+
+
+def through_conv(
+    x: Tensor,  # (N, I, ...)
+    scales: Tensor,  # (R,)
+    factors: Sequence[Tensor],  # (O, R), (I / groups, R), (k, R), ...
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int] | str,
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """1x1 into the terms, one depthwise filter per term, 1x1 out; groups share the input vectors."""
+    out, into, *kernels = factors
+    conv, ones, rank = CONV[len(kernels) - 1], (1,) * len(kernels), scales.shape[0]
+    batch, channels = x.shape[:2]
+    x = x.reshape(batch * groups, channels // groups, *x.shape[2:])
+    x = conv(x, into.mT.reshape(rank, -1, *ones))
+    depthwise = khatri_rao(kernels).mT.reshape(rank, 1, *(k.shape[0] for k in kernels))
+    x = conv(x, depthwise, None, stride, padding, dilation, rank)
+    x = x.reshape(batch, groups * rank, *x.shape[2:])
+    return conv(x, (out * scales).reshape(-1, rank, *ones), bias, groups=groups)
+
+
+def through_conv_transpose(
+    x: Tensor,  # (N, I, ...)
+    scales: Tensor,  # (R,)
+    factors: Sequence[Tensor],  # (I, R), (O / groups, R), (k, R), ...
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    groups: int,
+    dilation: Sequence[int],
+) -> Tensor:
+    """The same three steps for a transposed convolution, whose input mode comes first; groups share the outputs."""
+    into, out, *kernels = factors
+    dims, ones, rank = len(kernels) - 1, (1,) * len(kernels), scales.shape[0]
+    batch, channels = x.shape[:2]
+    per_group = into.reshape(groups, channels // groups, rank).mT.reshape(groups * rank, -1, *ones)
+    x = CONV[dims](x, per_group, groups=groups)
+    x = x.reshape(batch * groups, rank, *x.shape[2:])
+    depthwise = khatri_rao(kernels).mT.reshape(rank, 1, *(k.shape[0] for k in kernels))
+    x = CONV_TRANSPOSE[dims](x, depthwise, None, stride, padding, output_padding, rank, dilation)
+    x = CONV[dims](x, (out * scales).reshape(-1, rank, *ones))
+    x = x.reshape(batch, -1, *x.shape[2:])
+    return x if bias is None else x + bias.to(x.dtype).reshape(-1, *ones)
+
+
+# --- choosing -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Arithmetic and memory traffic of one pass over one batch, and their weighted sum in matrix-product FLOPs."""
+
+    flops: int
+    bytes: int
+    total: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The path chosen for a layer at an input size, with what each path would cost."""
+
+    path: Path
+    rebuild: Cost
+    factors: Cost
+
+    def __str__(self) -> str:
+        def line(name: str, cost: Cost) -> str:
+            chosen = "->" if name == self.path else "  "
+            return f"{chosen} {name:<8} {cost.flops / 1e6:10.2f} MFLOP {cost.bytes / 1e6:8.2f} MB"
+
+        return line("rebuild", self.rebuild) + "\n" + line("factors", self.factors)
+
+
+def plan(
+    layer: nn.Module,
+    input_shape: Sequence[int],
+    rank: int,
+    *,
+    modes: Sequence[int] | None = None,
+    training: bool = False,
+    device: str = "cpu",
+    itemsize: int = 4,
+) -> Plan:
+    """Rebuild W or contract through the factors: what is cheaper for this layer, rank and input size.
+
+    >>> print(plan(nn.Linear(4096, 1024), (64, 4096), rank=1024))
+       rebuild     9126.81 MFLOP    43.25 MB
+    -> factors      671.09 MFLOP    22.81 MB
+    """
+    weight = modes if modes is not None else weight_shape(layer)
+    size = math.prod(weight)
+    if isinstance(layer, nn.Linear):
+        positions = positions_out = math.prod(input_shape) // layer.in_features
+        inputs, outputs, groups, kernel = layer.in_features, layer.out_features, 1, 0
+        dense_positions = positions
+    elif isinstance(layer, nn.modules.conv._ConvNd):
+        batch, space = input_shape[0], input_shape[2:]
+        positions, positions_out = batch * math.prod(space), batch * math.prod(output_space(layer, space))
+        inputs, outputs, groups = layer.in_channels, layer.out_channels, layer.groups
+        kernel = math.prod(layer.kernel_size)
+        dense_positions = positions if layer.transposed else positions_out
+    else:
+        raise ValueError(f"expected a linear or convolutional layer, got {type(layer).__name__}")
+
+    passes = 3 if training else 1  # forward, and backward to the input and to the weight
+    left, right = split_modes(weight)
+    products = math.prod([weight[m] for m in left]) + math.prod([weight[m] for m in right])
+    activations = positions * inputs + positions_out * outputs
+    per_byte, penalty = FLOPS_PER_BYTE[device], DEPTHWISE_PENALTY[device]
+
+    def cost(matrix_flops: int, depthwise_flops: int, numbers: int) -> Cost:
+        moved = passes * itemsize * numbers
+        total = passes * (matrix_flops + penalty * depthwise_flops) + per_byte * moved
+        return Cost(passes * (matrix_flops + depthwise_flops), moved, total)
+
+    rebuild = cost(
+        2 * size * rank + 2 * dense_positions * size,
+        0,
+        2 * rank * products + 2 * size + activations,
+    )
+    if kernel:
+        # The input's 1x1 runs at the input's size for a convolution, and the output's at the output's.
+        thin = 2 * rank * (positions * inputs + positions_out * outputs)
+        depthwise = 2 * dense_positions * groups * rank * kernel
+        factors = cost(thin, depthwise, 2 * groups * rank * (positions + positions_out) + activations + rank * sum(weight))
+    else:
+        thin = 2 * positions * rank * (inputs + outputs)
+        factors = cost(thin, 0, rank * (inputs + outputs + 2 * positions) + activations)
+    return Plan("factors" if factors.total < rebuild.total else "rebuild", rebuild, factors)
+
+
+def weight_shape(layer: nn.Module) -> tuple[int, ...]:
+    """Of the layer's weight, read from its settings."""
+    if isinstance(layer, nn.Linear):
+        return layer.out_features, layer.in_features
+    assert isinstance(layer, nn.modules.conv._ConvNd)
+    first, second = layer.out_channels, layer.in_channels
+    if layer.transposed:
+        first, second = second, first
+    return first, second // layer.groups, *layer.kernel_size
+
+
+def output_space(layer: nn.modules.conv._ConvNd, space: Sequence[int]) -> list[int]:
+    """Height, width, ... after the layer."""
+    if isinstance(layer.padding, str):
+        same = layer.padding == "same"
+        total = [d * (k - 1) if same else 0 for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+    else:
+        total = [2 * int(p) for p in layer.padding]
+    sizes = []
+    for i, length in enumerate(space):
+        reach = layer.dilation[i] * (layer.kernel_size[i] - 1)
+        if layer.transposed:
+            sizes.append((length - 1) * layer.stride[i] - total[i] + reach + layer.output_padding[i] + 1)
+        else:
+            sizes.append((length + total[i] - reach - 1) // layer.stride[i] + 1)
+    return sizes

@@ -1,0 +1,264 @@
+"""Whole models into canonical form and back: canonical_norm, renormalize, fold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
+
+from cpnorm.decompose import exact_rank
+from cpnorm.layers import CANONICAL_TYPES, INITS, LAMBDAS, CPLayer, initial_form
+from cpnorm.tensor import CPTensor, inverse_norms
+
+Module = TypeVar("Module", bound=nn.Module)
+Rank = int | float | str
+Skip = str | type | Iterable[str | type]
+
+
+def canonical_norm(
+    model: Module,
+    rank: Rank | Mapping[str, Rank] = "exact",
+    init: str = "exact",
+    *,
+    lambdas: str = "decomposition",
+    skip: Skip = (),
+    modes: Mapping[str, Sequence[int]] | None = None,
+    generator: torch.Generator | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Module:
+    """Put the weights of a layer, or of every linear and convolutional layer of a model, into canonical form.
+
+    W = sigma * sum_r lambda_r * a_r/|a_r| o b_r/|b_r| o ...   (the paper's equation 5)
+
+    The layers change in place (their class becomes CPLinear, CPConv2d, ...), so hooks and references stay, and the
+    model is returned. Subclasses with a forward of their own are left alone. All layers are converted, or none.
+
+    Args:
+        model: a layer or a model.
+        rank: number of terms; a fraction of the exact rank; "exact"; or a mapping from layer names to these, where
+            layers not named get "exact". A number given for a whole model is capped at each layer's exact rank;
+            for one layer, or in a mapping, it may be higher.
+        init: "exact" (slice SVD: instant, loses nothing), "power" (the paper's greedy power method), "als", or
+            "kaiming_normal" / "kaiming_uniform" (random vectors, at the old weight's norm).
+        lambdas: "decomposition" (what the init found), "ones" or "normal" (drawn from N(0, 1)), both with sigma = 1.
+        skip: layers to leave alone: names, patterns such as "features.*", or types.
+        modes: finer shapes for linear weights: {"classifier.1": (1024, 256, 4, 4)} for one that follows a flatten.
+        generator: source of all randomness.
+        progress: called with (layer name, layers done, layers in all).
+
+    >>> model = canonical_norm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(32, 4)))
+    >>> model[0].rank, isinstance(model[0], nn.Conv2d)
+    (27, True)
+    """
+    if init not in INITS:
+        raise ValueError(f"expected init to be one of {', '.join(INITS)}, got {init!r}")
+    if lambdas not in LAMBDAS:
+        raise ValueError(f"expected lambdas to be one of {', '.join(LAMBDAS)}, got {lambdas!r}")
+    layers = _convertible(model, skip)
+    for option, named in (("rank", rank if isinstance(rank, Mapping) else {}), ("modes", modes or {})):
+        if unknown := [name for name in named if name not in layers]:
+            raise ValueError(f"{option} names layers that are not there to convert: {', '.join(unknown)}")
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no linear or convolutional layer to convert")
+
+    forms: dict[int, CPTensor] = {}  # by the id of the weight: tied layers share one
+    for done, (name, layer) in enumerate(layers.items()):
+        if progress:
+            progress(name, done, len(layers))
+        weight = cast(Tensor, layer.weight)
+        if id(weight) in forms:
+            continue
+        shape = _modes_of(name, layer, modes or {})
+        terms = _resolve_rank(rank, name, layer, shape, whole_model=layer is not model)
+        try:
+            forms[id(weight)] = initial_form(weight.detach().reshape(shape), terms, init, lambdas, generator)
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(f"{error} ({_title(name, layer)})") from error
+    if progress:
+        progress("", len(layers), len(layers))
+
+    first: dict[int, CPLayer] = {}
+    for layer in layers.values():
+        key = id(layer.weight)
+        canonical = _become_canonical(layer, forms[key])
+        twin = first.setdefault(key, canonical)
+        canonical.sigma, canonical.lambdas, canonical.factors = twin.sigma, twin.lambdas, twin.factors
+    return model
+
+
+def canonical_layers(model: nn.Module) -> dict[str, CPLayer]:
+    """The canonical layers of a model by name, in order; tied ones once."""
+    found: dict[str, CPLayer] = {}
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, CPLayer) and id(module.lambdas) not in seen:
+            seen.add(id(module.lambdas))
+            found[name] = module
+    return found
+
+
+@torch.no_grad()
+def renormalize(model: Module) -> Module:
+    """Make every vector a unit vector again, in place; W does not change, since its equation divides by the norms.
+
+    A term with a zero vector is zero: its lambda becomes 0 and the vector an arbitrary unit vector.
+    """
+    for layer in canonical_layers(model).values():
+        for factor in layer.factors:
+            inverse = inverse_norms(factor)
+            dead = inverse == 0
+            factor.copy_(torch.where(dead, factor.shape[0] ** -0.5, factor * inverse))
+            layer.lambdas.copy_(torch.where(dead, 0.0, layer.lambdas))
+    return model
+
+
+def renormalize_after(optimizer: torch.optim.Optimizer, model: nn.Module) -> RemovableHandle:
+    """Renormalise after every step of the optimizer, as the paper does; ``handle.remove()`` ends it.
+
+    >>> model = canonical_norm(nn.Linear(4, 3))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> handle = renormalize_after(optimizer, model)
+    >>> model(torch.randn(2, 4)).square().sum().backward()
+    >>> optimizer.step()
+    >>> torch.allclose(model.factors[0].norm(dim=0), torch.ones(3))
+    True
+    """
+    if not canonical_layers(model):
+        raise ValueError(f"{type(model).__name__} has no canonical layer to renormalise")
+    return optimizer.register_step_post_hook(lambda *_: renormalize(model) and None)
+
+
+def fold(model: Module) -> Module:
+    """Turn canonical layers back into plain dense ones, in place, with the same outputs; the model is returned."""
+    tied: dict[int, nn.Parameter] = {}
+    for module in list(model.modules()):
+        if not isinstance(module, CPLayer):
+            continue
+        key = id(module.lambdas)
+        if key not in tied:
+            dense = module.weight.detach().contiguous().clone()
+            tied[key] = nn.Parameter(dense, requires_grad=module.lambdas.requires_grad)
+        for name in ("sigma", "lambdas"):
+            del module._parameters[name]
+        del module._modules["factors"]
+        del module.modes, module.path
+        module.__class__ = module.plain
+        bias = module._parameters.pop("bias", None)
+        module.weight = tied[key]
+        module.register_parameter("bias", bias)  # after the weight again, as in a layer never converted
+    return model
+
+
+# --- what canonical_norm checks before it touches anything --------------------------------------------------------
+
+
+def _convertible(model: nn.Module, skip: Skip) -> dict[str, nn.Module]:
+    skips = (skip,) if isinstance(skip, str | type) else tuple(skip)
+    names = [s for s in skips if isinstance(s, str)]
+    types = tuple(s for s in skips if isinstance(s, type))
+    modules = dict(model.named_modules())
+    for pattern in names:
+        if not any(fnmatchcase(name, pattern) for name in modules):
+            raise ValueError(f"skip names no module of {type(model).__name__}: {pattern!r}")
+
+    layers: dict[str, nn.Module] = {}
+    for name, module in modules.items():
+        if isinstance(module, types) or any(_within(name, pattern) for pattern in names):
+            continue
+        if isinstance(module, CPLayer):
+            raise ValueError(f"expected plain layers, but {_title(name, module)} is canonical already")
+        if any(_plainly(module, kind.plain) for kind in CANONICAL_TYPES):
+            _check_weight(name, module)
+            layers[name] = module
+    _check_ties(model, layers)
+    return layers
+
+
+def _within(name: str, pattern: str) -> bool:
+    """Whether the pattern matches the name or a module around it."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[: n + 1]), pattern) for n in range(len(parts)))
+
+
+def _plainly(module: nn.Module, plain: type[nn.Module]) -> bool:
+    return isinstance(module, plain) and type(module).forward is plain.forward
+
+
+def _check_weight(name: str, layer: nn.Module) -> None:
+    if isinstance(layer, LazyModuleMixin):
+        raise ValueError(f"expected a layer with known shapes, got lazy {_title(name)}: run the model once first")
+    if parametrize.is_parametrized(layer, "weight") or "weight" not in layer._parameters:
+        raise ValueError(f"expected a plain weight, got one with a parametrization in {_title(name)}")
+    weight = cast(Tensor, layer.weight)
+    if not weight.is_floating_point():
+        raise ValueError(f"expected a floating-point weight, got {weight.dtype} in {_title(name, layer)}")
+    if weight.is_meta:
+        raise ValueError(f"expected a weight with values, got one on the meta device in {_title(name, layer)}")
+    if not torch.isfinite(weight).all():
+        raise ValueError(f"expected finite values, got NaN or infinity in {_title(name, layer)}")
+
+
+def _check_ties(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """A weight shared with something that stays plain cannot be converted on one side only."""
+    holders: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holders.setdefault(id(parameter), []).append(name)
+    for name, layer in layers.items():
+        weight = cast(Tensor, layer.weight)
+        for other in holders[id(weight)]:
+            twin = layers.get(other)
+            if twin is None or twin.weight is not weight or type(twin) is not type(layer):
+                raise ValueError(f"the weight of {_title(name, layer)} is also that of {other}: skip both or untie them")
+
+
+def _modes_of(name: str, layer: nn.Module, modes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+    weight = cast(Tensor, layer.weight)
+    shape = tuple(modes.get(name, weight.shape))
+    prefixes = [math.prod(shape[:n]) for n in range(1, len(shape))]
+    if name in modes and not (isinstance(layer, nn.Linear) and weight.shape[0] in prefixes):
+        raise ValueError(f"expected modes of a linear layer, outputs first, got {shape} for {_title(name, layer)}")
+    if math.prod(shape) != weight.numel():
+        raise ValueError(f"expected modes with product {weight.numel()}, got {shape} for {_title(name, layer)}")
+    return shape
+
+
+def _resolve_rank(
+    rank: Rank | Mapping[str, Rank], name: str, layer: nn.Module, shape: tuple[int, ...], whole_model: bool
+) -> int:
+    exact = exact_rank(shape)
+    asked = rank.get(name, "exact") if isinstance(rank, Mapping) else rank
+    if isinstance(asked, str):
+        if asked != "exact":
+            raise ValueError(f"expected a number or 'exact' as rank, got {asked!r} for {_title(name, layer)}")
+        return exact
+    if isinstance(asked, float):
+        if not 0 < asked <= 1:
+            raise ValueError(f"expected 0 < rank fraction <= 1, got {asked} for {_title(name, layer)}")
+        return max(1, round(asked * exact))
+    if isinstance(asked, bool) or asked < 1:
+        raise ValueError(f"expected rank >= 1, got {asked} for {_title(name, layer)}")
+    return min(asked, exact) if whole_model and not isinstance(rank, Mapping) else asked
+
+
+def _become_canonical(layer: nn.Module, cp: CPTensor) -> CPLayer:
+    """Swap the class of the object, as torch's own parametrizations do, so that every reference to it stays good."""
+    layer.__class__ = next(kind for kind in CANONICAL_TYPES if isinstance(layer, kind.plain))
+    canonical = cast(CPLayer, layer)
+    canonical.hold(cp)
+    return canonical
+
+
+def _title(name: str, layer: nn.Module | None = None) -> str:
+    title = name or "the layer"
+    if layer is None:
+        return title
+    return f"{title} with weight of shape {tuple(cast(Tensor, layer.weight).shape)}"

@@ -1,0 +1,240 @@
+"""Canonical layers: torch's own, with the weight kept as sigma, lambdas and vectors of length one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cpnorm import contract
+from cpnorm.contract import CONV_TRANSPOSE, Plan, weight_shape
+from cpnorm.decompose import cp_als, cp_exact, cp_power, exact_rank
+from cpnorm.tensor import CPTensor, dense_from_terms, unit_columns
+
+INITS = ("exact", "power", "als", "kaiming_normal", "kaiming_uniform")
+LAMBDAS = ("decomposition", "ones", "normal")
+
+
+def initial_form(
+    weight: Tensor, rank: int, init: str = "exact", lambdas: str = "decomposition", generator: torch.Generator | None = None
+) -> CPTensor:
+    """The canonical form a layer starts from; what the names mean stands at ``canonical_norm``."""
+    if init == "exact":
+        cp = cp_exact(weight, rank, generator=generator)
+    elif init == "power":
+        cp = cp_power(weight, rank, generator=generator)
+    elif init == "als":
+        cp = cp_als(weight, rank, generator=generator).normalize()
+    else:
+        cp = _random_form(weight, rank, init, generator)
+    if lambdas == "decomposition":
+        return cp
+    drawn = torch.ones(rank) if lambdas == "ones" else _draw("normal", (rank,), generator)
+    return CPTensor(torch.ones_like(cp.sigma), drawn.to(cp.lambdas), cp.factors)
+
+
+def _random_form(weight: Tensor, rank: int, init: str, generator: torch.Generator | None) -> CPTensor:
+    # Kaiming's gain and fan only scale a column, and columns are made unit vectors: the distribution is what is left.
+    law = init.removeprefix("kaiming_")
+    factors = [_draw(law, (size, rank), generator).to(weight) for size in weight.shape]
+    cp = CPTensor.from_terms(weight.new_ones(rank), factors).normalize()
+    # Random unit terms are nearly orthogonal, so sigma * sqrt(rank) is the norm of W: start with the old weight's.
+    sigma = torch.linalg.vector_norm(weight) / math.sqrt(rank)
+    return CPTensor(sigma, torch.ones_like(cp.lambdas), cp.factors)
+
+
+def _draw(law: str, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    device = generator.device if generator is not None else "cpu"
+    if law == "normal":
+        return torch.randn(shape, generator=generator, device=device)
+    return torch.rand(shape, generator=generator, device=device) * 2 - 1
+
+
+class CPLayer(nn.Module):
+    """What every canonical layer shares: W = sigma * sum_r lambda_r * a_r/|a_r| o b_r/|b_r| o ... (equation 5).
+
+    Parameters, and so the keys of the state dict: ``sigma`` (), ``lambdas`` (R,), ``factors.0`` (d1, R), ... and the
+    layer's own ``bias``. ``path`` may be set to "rebuild" or "factors" to overrule the planner's choice ("auto").
+    """
+
+    plain: ClassVar[type[nn.Module]]
+    sigma: nn.Parameter
+    lambdas: nn.Parameter
+    factors: nn.ParameterList
+    modes: tuple[int, ...]  # the shape W is decomposed in: that of the weight, or a finer one
+    path: str
+
+    def __init__(self, *args: Any, rank: int | str = "exact", init: str = "exact", **kwargs: Any) -> None:
+        layer = self.plain(*args, **kwargs)
+        weight = cast(Tensor, layer.weight).detach()
+        terms = exact_rank(weight.shape) if rank == "exact" else int(rank)
+        self.__dict__.update(layer.__dict__)
+        self.hold(initial_form(weight, terms, init))
+
+    def hold(self, cp: CPTensor) -> None:
+        """Keep the weight in this form from now on, in place of the plain layer's."""
+        weight = self._parameters.pop("weight")
+        assert weight is not None
+        self.modes, self.path = cp.shape, "auto"
+        self.sigma, self.lambdas, *factors = (
+            nn.Parameter(value.detach().to(weight).contiguous().clone(), requires_grad=weight.requires_grad)
+            for value in (cp.sigma, cp.lambdas, *cp.factors)
+        )
+        self.factors = nn.ParameterList(factors)
+
+    @torch.no_grad()
+    def replace_terms(self, cp: CPTensor) -> None:
+        """Hold other terms, in the same Parameter objects: an optimizer that has them cannot lose them."""
+        if cp.shape != self.modes:
+            raise ValueError(f"expected terms of shape {self.modes}, got {cp.shape}")
+        for parameter, value in zip(self.canonical_parameters(), (cp.sigma, cp.lambdas, *cp.factors), strict=True):
+            parameter.grad = None
+            parameter.data = value.detach().to(parameter).contiguous().clone()
+
+    def canonical_parameters(self) -> tuple[nn.Parameter, ...]:
+        """Sigma, the lambdas and the factors, without the bias."""
+        return (self.sigma, self.lambdas, *self.factors)
+
+    def reset_parameters(self) -> None:
+        """Draw new vectors at the old weight's norm."""
+        self.replace_terms(_random_form(self.weight.detach().reshape(self.modes), self.rank, "kaiming_normal", None))
+
+    @property
+    def rank(self) -> int:
+        """Number of terms."""
+        return self.lambdas.shape[0]
+
+    @property
+    def cp(self) -> CPTensor:
+        """The weight in canonical form, with unit vectors; gradients flow through it."""
+        return CPTensor(self.sigma, self.lambdas, tuple(unit_columns(f) for f in self.factors))
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, rebuilt at each read; gradients flow through it."""
+        return self._rebuilt(*self._terms())
+
+    def _terms(self) -> tuple[Tensor, list[Tensor]]:  # (R,), [(d_i, R)]
+        return self.sigma * self.lambdas, [unit_columns(f) for f in self.factors]
+
+    def _rebuilt(self, scales: Tensor, factors: Sequence[Tensor]) -> Tensor:
+        return dense_from_terms(scales, factors).reshape(weight_shape(self))
+
+    def plan(self, input_shape: Sequence[int], *, training: bool | None = None) -> Plan:
+        """What the planner chooses for an input of this shape; print it."""
+        return contract.plan(
+            self,
+            input_shape,
+            self.rank,
+            modes=self.modes,
+            training=torch.is_grad_enabled() if training is None else training,
+            device="cuda" if self.lambdas.is_cuda else "cpu",
+        )
+
+    def _rebuilds(self, x: Tensor) -> bool:
+        return (self.plan(x.shape).path if self.path == "auto" else self.path) == "rebuild"
+
+    def extra_repr(self) -> str:
+        """The plain layer's, with rank and path."""
+        return f"{super().extra_repr()}, rank={self.rank}, path={self.path}"
+
+
+class CPLinear(CPLayer, nn.Linear):
+    """``nn.Linear`` with a canonical weight."""
+
+    plain = nn.Linear
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., I) -> (..., O)
+        """As nn.Linear."""
+        scales, factors = self._terms()
+        if self._rebuilds(x):
+            return F.linear(x, self._rebuilt(scales, factors), self.bias)
+        return contract.through_linear(x, scales, factors, self.out_features, self.bias)
+
+
+class _CPConv(CPLayer):
+    def forward(self, x: Tensor) -> Tensor:  # (N, I, ...) or (I, ...)
+        """As the plain convolution."""
+        conv = cast(nn.Conv2d, self)
+        scales, factors = self._terms()
+        batched = x if x.ndim == len(conv.kernel_size) + 2 else x[None]
+        if self._rebuilds(batched):
+            return conv._conv_forward(x, self._rebuilt(scales, factors), conv.bias)
+        padding: Any = conv.padding
+        if conv.padding_mode != "zeros":
+            batched = F.pad(batched, conv._reversed_padding_repeated_twice, mode=conv.padding_mode)
+            padding = [0] * len(conv.kernel_size)
+        y = contract.through_conv(batched, scales, factors, conv.bias, conv.stride, padding, conv.dilation, conv.groups)
+        return y if batched.ndim == x.ndim else y[0]
+
+
+class CPConv1d(_CPConv, nn.Conv1d):
+    """``nn.Conv1d`` with a canonical weight."""
+
+    plain = nn.Conv1d
+
+
+class CPConv2d(_CPConv, nn.Conv2d):
+    """``nn.Conv2d`` with a canonical weight.
+
+    >>> layer = CPConv2d(3, 8, kernel_size=3, padding=1, rank=5, init="kaiming_normal")
+    >>> layer(torch.randn(2, 3, 16, 16)).shape, sorted(layer.state_dict())[:3]
+    (torch.Size([2, 8, 16, 16]), ['bias', 'factors.0', 'factors.1'])
+    """
+
+    plain = nn.Conv2d
+
+
+class CPConv3d(_CPConv, nn.Conv3d):
+    """``nn.Conv3d`` with a canonical weight."""
+
+    plain = nn.Conv3d
+
+
+class _CPConvTranspose(CPLayer):
+    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:  # (N, I, ...) or (I, ...)
+        """As the plain transposed convolution."""
+        conv: Any = self
+        dims = len(conv.kernel_size)
+        scales, factors = self._terms()
+        extra = conv._output_padding(x, output_size, conv.stride, conv.padding, conv.kernel_size, dims, conv.dilation)
+        batched = x if x.ndim == dims + 2 else x[None]
+        geometry = (conv.stride, conv.padding, extra, conv.groups, conv.dilation)
+        if self._rebuilds(batched):
+            y = CONV_TRANSPOSE[dims - 1](batched, self._rebuilt(scales, factors), conv.bias, *geometry)
+        else:
+            y = contract.through_conv_transpose(batched, scales, factors, conv.bias, *geometry)
+        return y if batched.ndim == x.ndim else y[0]
+
+
+class CPConvTranspose1d(_CPConvTranspose, nn.ConvTranspose1d):
+    """``nn.ConvTranspose1d`` with a canonical weight."""
+
+    plain = nn.ConvTranspose1d
+
+
+class CPConvTranspose2d(_CPConvTranspose, nn.ConvTranspose2d):
+    """``nn.ConvTranspose2d`` with a canonical weight."""
+
+    plain = nn.ConvTranspose2d
+
+
+class CPConvTranspose3d(_CPConvTranspose, nn.ConvTranspose3d):
+    """``nn.ConvTranspose3d`` with a canonical weight."""
+
+    plain = nn.ConvTranspose3d
+
+
+CANONICAL_TYPES: tuple[type[CPLayer], ...] = (
+    CPLinear,
+    CPConv1d,
+    CPConv2d,
+    CPConv3d,
+    CPConvTranspose1d,
+    CPConvTranspose2d,
+    CPConvTranspose3d,
+)

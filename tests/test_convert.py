@@ -1,0 +1,191 @@
+"""canonical_norm on whole models: what it converts, what it refuses, and that a refusal changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import cpnorm
+from laws import close
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(4 * 16, 10)
+    )
+
+
+def test_the_whole_model_computes_the_same() -> None:
+    model, x = network(), torch.randn(2, 3, 6, 6)
+    expected = model(x)
+    assert cpnorm.canonical_norm(model) is model
+    assert [name for name in cpnorm.canonical_layers(model)] == ["0", "2", "4"]
+    close(model(x), expected, 1e-5)
+    close(cpnorm.fold(model)(x), expected, 1e-5)
+    assert not cpnorm.canonical_layers(model)
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"),
+    [
+        ("exact", [27, 36, 10]),
+        (20, [20, 20, 10]),
+        (0.5, [14, 18, 5]),
+        ({"0": 36, "4": 0.5}, [36, 36, 5]),
+    ],
+)
+def test_ranks(rank, expected) -> None:
+    model = cpnorm.canonical_norm(network(), rank)
+    assert [layer.rank for layer in cpnorm.canonical_layers(model).values()] == expected
+
+
+def test_a_rank_above_the_exact_bound_is_exact() -> None:
+    plain = nn.Conv2d(3, 64, 3)
+    before = plain.weight.detach().clone()
+    layer = cpnorm.canonical_norm(plain, rank=36)
+    assert layer.rank == 36
+    close(layer.weight.detach(), before, 1e-5)
+
+
+@pytest.mark.parametrize("lambdas", ["ones", "normal"])
+@pytest.mark.parametrize("init", ["power", "kaiming_normal", "kaiming_uniform"])
+def test_lambdas(lambdas: str, init: str) -> None:
+    layer = cpnorm.canonical_norm(nn.Conv2d(8, 16, 3), 20, init, lambdas=lambdas)
+    assert layer.sigma == 1
+    if lambdas == "ones":
+        assert (layer.lambdas == 1).all()
+    else:
+        assert 0.3 < layer.lambdas.std() < 2
+        assert layer.lambdas.min() < 0 < layer.lambdas.max()
+
+
+def test_random_inits_keep_the_norm() -> None:
+    plain = nn.Conv2d(16, 32, 3)
+    norm = plain.weight.norm().item()
+    for init in ("kaiming_normal", "kaiming_uniform"):
+        layer = cpnorm.canonical_norm(copy.deepcopy(plain), 40, init, generator=torch.Generator().manual_seed(0))
+        assert layer.weight.norm().item() == pytest.approx(norm, rel=0.2)
+
+
+@pytest.mark.parametrize("skip", ["2", ["2"], "[2]", nn.Conv2d, (nn.Conv2d,)])
+def test_skip(skip) -> None:
+    left = cpnorm.canonical_layers(cpnorm.canonical_norm(network(), skip=skip))
+    assert list(left) == (["4"] if not isinstance(skip, str | list) else ["0", "4"])
+
+
+def test_skip_takes_whole_branches() -> None:
+    model = nn.ModuleDict({"body": network(), "head": nn.Linear(3, 2)})
+    assert list(cpnorm.canonical_layers(cpnorm.canonical_norm(model, skip="body"))) == ["head"]
+
+
+def test_frozen_weights_stay_frozen() -> None:
+    plain = nn.Linear(4, 3)
+    plain.weight.requires_grad_(False)
+    layer = cpnorm.canonical_norm(plain)
+    assert [p.requires_grad for p in layer.canonical_parameters()] == [False] * 4
+    assert layer.bias.requires_grad
+    assert not cpnorm.fold(layer).weight.requires_grad
+
+
+def test_tied_layers_stay_tied() -> None:
+    model = nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5))
+    model[2].weight = model[0].weight
+    cpnorm.canonical_norm(model)
+    assert model[0].lambdas is model[2].lambdas
+    assert len(cpnorm.canonical_layers(model)) == 1
+    cpnorm.fold(model)
+    assert model[0].weight is model[2].weight
+
+
+def test_hooks_and_references_survive() -> None:
+    model = network()
+    first, seen = model[0], []
+    first.register_forward_hook(lambda *_: seen.append(1))
+    cpnorm.canonical_norm(model)
+    model(torch.randn(1, 3, 6, 6))
+    assert model[0] is first
+    assert seen == [1]
+
+
+def test_subclasses_with_their_own_forward_are_left_alone() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    class Renamed(nn.Linear):
+        pass
+
+    model = cpnorm.canonical_norm(nn.Sequential(Scaled(3, 3), Renamed(3, 3)))
+    assert list(cpnorm.canonical_layers(model)) == ["1"]
+
+
+def test_attention_works() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
+    x = torch.randn(2, 5, 16)
+    expected = layer(x)
+    cpnorm.canonical_norm(layer)
+    assert set(cpnorm.canonical_layers(layer)) == {"self_attn.out_proj", "linear1", "linear2"}
+    close(layer(x), expected, 1e-5)
+
+
+def embedding_tied() -> nn.Module:
+    model = nn.ModuleDict({"embed": nn.Embedding(7, 4), "head": nn.Linear(4, 7, bias=False)})
+    model["head"].weight = model["embed"].weight
+    return model
+
+
+def with_bad_weight(value: float) -> nn.Module:
+    model = network()
+    with torch.no_grad():
+        model[2].weight[0, 0, 0, 0] = value
+    return model
+
+
+REFUSED = {
+    "rank 0": (network, {"rank": 0}, r"expected rank >= 1, got 0 for 0 with weight of shape \(8, 3, 3, 3\)"),
+    "negative rank in a mapping": (network, {"rank": {"2": -1}}, "expected rank >= 1, got -1 for 2"),
+    "fraction": (network, {"rank": 1.5}, "expected 0 < rank fraction <= 1, got 1.5"),
+    "rank word": (network, {"rank": "full"}, "expected a number or 'exact' as rank, got 'full'"),
+    "unknown layer": (network, {"rank": {"conv": 3}}, "rank names layers that are not there to convert: conv"),
+    "unknown modes": (network, {"modes": {"9": (1, 2)}}, "modes names layers"),
+    "modes of a conv": (network, {"modes": {"0": (8, 27)}}, "expected modes of a linear layer"),
+    "modes product": (network, {"modes": {"4": (10, 4, 4, 5)}}, "expected modes with product 640"),
+    "modes prefix": (network, {"modes": {"4": (4, 16, 10)}}, "outputs first"),
+    "init": (network, {"init": "magic"}, "expected init to be one of exact, power"),
+    "lambdas": (network, {"lambdas": "twos"}, "expected lambdas to be one of"),
+    "skip nothing": (network, {"skip": "features.*"}, "skip names no module"),
+    "nothing to convert": (lambda: nn.Sequential(nn.ReLU()), {}, "Sequential has no linear or convolutional layer"),
+    "already canonical": (lambda: cpnorm.canonical_norm(network()), {}, "is canonical already"),
+    "lazy": (lambda: nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)), {}, "lazy 1: run the model once"),
+    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)), {}, "parametrization"),
+    "complex": (lambda: nn.Conv2d(2, 2, 3, dtype=torch.complex64), {}, "expected a floating-point weight"),
+    "meta": (lambda: nn.Linear(3, 2, device="meta"), {}, "meta device"),
+    "nan": (lambda: with_bad_weight(float("nan")), {}, "NaN or infinity in 2 with weight"),
+    "infinite": (lambda: with_bad_weight(float("inf")), {}, "NaN or infinity in 2 with weight"),
+    "tied to an embedding": (embedding_tied, {}, "is also that of embed: skip both or untie them"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_leave_the_model_as_it_was(case: str) -> None:
+    build, options, message = REFUSED[case]
+    model = build()
+    before = copy.deepcopy(model.state_dict()), repr(model)
+    with pytest.raises(ValueError, match=re.compile(message)):
+        cpnorm.canonical_norm(model, **options)
+    assert repr(model) == before[1]
+    for key, value in model.state_dict().items():
+        if not isinstance(value, nn.parameter.UninitializedParameter) and not value.is_meta:
+            assert torch.equal(torch.nan_to_num(value), torch.nan_to_num(before[0][key]))
+
+
+def test_renormalize_after_needs_something_to_do() -> None:
+    model = network()
+    with pytest.raises(ValueError, match="no canonical layer"):
+        cpnorm.renormalize_after(torch.optim.SGD(model.parameters(), lr=0.1), model)

@@ -1,0 +1,166 @@
+"""The laws over every layer kind, and what is special to layers and paths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import cpnorm
+import laws
+from laws import CASES, Case, close
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@every_case
+@pytest.mark.parametrize(("dtype", "relative"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["f64", "f32"])
+def test_exact_init(case: Case, dtype: torch.dtype, relative: float) -> None:
+    laws.law_exact_init(case, dtype, relative)
+
+
+@every_case
+@pytest.mark.parametrize(
+    "law",
+    [
+        laws.law_paths_agree,
+        laws.law_renormalize,
+        laws.law_training_keeps_units,
+        laws.law_fold,
+        laws.law_module_behaviour,
+        laws.law_seeded,
+    ],
+    ids=lambda law: law.__name__.removeprefix("law_"),
+)
+def test_law(law, case: Case) -> None:
+    law(case)
+
+
+@every_case
+def test_gradcheck(case: Case) -> None:
+    layer = laws.canonical(case, rank=2, init="kaiming_normal")
+    names = [name for name, _ in layer.named_parameters()]
+    x = case.input()
+    for path in laws.PATHS:
+        layer.path = path
+
+        def run(*values: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+
+        assert torch.autograd.gradcheck(run, tuple(layer.parameters()), fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("linear", "conv2d", "transpose2d")], ids=lambda c: c.name)
+def test_half_precision_and_autocast(case: Case, dtype: torch.dtype) -> None:
+    x = case.input(torch.float32)
+    expected = case.layer(torch.float32)(x)
+    for path in laws.PATHS:
+        layer = laws.canonical(case, torch.float32)
+        layer.path = path
+        with torch.autocast("cpu", dtype=dtype):
+            y = layer(x)
+        assert y.dtype == dtype
+        close(y, expected, 3e-2)
+        y.float().square().sum().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+        half = laws.canonical(case, torch.float32).to(dtype)
+        half.path = path
+        close(half(x.to(dtype)), expected, 3e-2)
+    assert laws.canonical(case, dtype).lambdas.dtype == dtype
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("linear", "conv2d", "transpose2d")], ids=lambda c: c.name)
+@pytest.mark.parametrize("path", ["auto", *laws.PATHS])
+def test_compiles_without_a_graph_break(case: Case, path: str) -> None:
+    layer = laws.canonical(case, torch.float32)
+    layer.path = path
+    x = case.input(torch.float32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    close(compiled(x), layer(x), 1e-5)
+    compiled(x).square().sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+    program = torch.export.export(layer.eval(), (x,))
+    close(program.module()(x), layer(x), 1e-5)
+
+
+def test_zero_and_tiny_columns_give_no_nan() -> None:
+    layer = cpnorm.canonical_norm(nn.Conv2d(3, 8, 3), rank=4, init="kaiming_normal")
+    with torch.no_grad():
+        layer.factors[0][:, 0] = 0
+        layer.factors[1][:, 1] = 1e-30
+    for path in laws.PATHS:
+        layer.path = path
+        layer.zero_grad()
+        layer(torch.randn(2, 3, 6, 6)).square().sum().backward()
+        assert all(p.grad.isfinite().all() for p in layer.parameters())
+    before = layer.weight.detach().clone()
+    cpnorm.renormalize(layer)
+    close(layer.weight.detach(), before, 1e-6)
+    laws.unit_columns(layer, 1e-6)
+    assert layer.lambdas[0] == 0
+    assert layer.lambdas[1] == 0
+
+
+def test_lambda_zero_still_learns() -> None:
+    layer = cpnorm.canonical_norm(nn.Linear(4, 3))
+    with torch.no_grad():
+        layer.lambdas.zero_()
+    layer(torch.randn(5, 4)).sum().backward()
+    assert layer.lambdas.grad.abs().min() > 0
+
+
+def test_classes_build_by_themselves() -> None:
+    layer = cpnorm.CPConv2d(3, 8, 3, padding=1, bias=False, rank=5, init="kaiming_normal")
+    assert isinstance(layer, nn.Conv2d)
+    assert layer.rank == 5
+    assert set(layer.state_dict()) == {"sigma", "lambdas", "factors.0", "factors.1", "factors.2", "factors.3"}
+    assert "rank=5, path=auto" in repr(layer)
+    assert layer.weight.shape == (8, 3, 3, 3)
+    assert cpnorm.CPLinear(6, 4).rank == 4
+    old = layer.weight.norm()
+    layer.reset_parameters()
+    assert layer.weight.norm().item() == pytest.approx(old.item(), rel=0.5)
+
+
+def test_linear_with_finer_modes() -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(24, 6).double()
+    x = torch.randn(5, 24, dtype=torch.float64)
+    expected = plain(x)
+    layer = cpnorm.canonical_norm(plain, modes={"": (2, 3, 4, 3, 2)})
+    assert layer.modes == (2, 3, 4, 3, 2)
+    for path in laws.PATHS:
+        layer.path = path
+        close(layer(x), expected, 1e-12)
+    close(cpnorm.fold(layer)(x), expected, 1e-12)
+
+
+def test_transposed_output_size() -> None:
+    plain = nn.ConvTranspose2d(4, 6, 3, stride=2).double()
+    x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    expected = plain(x, output_size=[12, 12])
+    layer = cpnorm.canonical_norm(plain)
+    for path in laws.PATHS:
+        layer.path = path
+        close(layer(x, output_size=[12, 12]), expected, 1e-12)
+
+
+def test_the_paths_are_what_they_say() -> None:
+    """Factors never builds W: with a huge dense weight the rebuilt path would not fit."""
+    layer = cpnorm.CPLinear(60, 50, rank=2, init="kaiming_normal")
+    shapes = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                shapes.append(tuple(out.shape))
+            return out
+
+    for path, built in (("rebuild", True), ("factors", False)):
+        shapes.clear()
+        layer.path = path
+        with Watch():
+            layer(torch.randn(3, 60))
+        assert ((50, 60) in shapes) is built
