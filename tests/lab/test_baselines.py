@@ -164,7 +164,8 @@ class TestLowRank:
 
 class TestTai:
     def test_weights_are_those_of_the_papers_comparison(self):
-        model = alexnet()
+        with torch.device("meta"):  # shapes only
+            model = alexnet()
         plain = sum(model.get_submodule(name).weight.numel() for name in TAI_RANKS)
         tai(model, TAI_RANKS, batch_norm=False)
         kept = sum(p.numel() for name in TAI_RANKS for p in model.get_submodule(name).parameters() if p.ndim == 4)
@@ -246,7 +247,7 @@ class TestBatchNorm:
         model.features.train()  # not the dropout
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         losses = []
-        for _ in range(30):
+        for _ in range(15):
             optimizer.zero_grad()
             losses.append(F.cross_entropy(model(x), y))
             losses[-1].backward()

@@ -274,6 +274,17 @@ class TestWeights:
         assert 1 - kept / 2_248_704 == pytest.approx(0.9091, abs=5e-4)  # the 90.91 % are of the plain convolutions
 
 
+def test_some_published_maxima_cannot_be_of_the_eight_values_behind_the_mean():
+    """Of n values none lies more than sqrt(n - 1) standard deviations from their mean; rounding is allowed for."""
+    own = [row for row in paper.rows() if not row.same_as and row.published.max]
+    beyond = [
+        row.key for row in own if row.published.max - row.published.mean - 0.01 > 7**0.5 * (row.published.sd + 0.005)
+    ]
+    assert len(own) == 32
+    assert len(beyond) == 9
+    assert "cifar10/cp-sgd" in beyond
+
+
 class TestFigures:
     def test_each_names_a_row_and_a_layer_that_are_there(self):
         for figure in paper.figures():
