@@ -251,13 +251,17 @@ def _pixels(image: Any) -> Tensor:  # -> (C, H, W) uint8
 
 def normalize(
     images: Tensor,  # (N, C, H, W) uint8
-    mean: Tensor | Sequence[float],  # (C,)
-    std: Tensor | Sequence[float],
+    mean: Sequence[float],  # (C,)
+    std: Sequence[float],
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """(images - mean) / std in ``dtype``; as tensors on the device, mean and std cost no copy and can be captured."""
-    mean, std = (torch.as_tensor(v, dtype=torch.float32, device=images.device)[:, None, None] for v in (mean, std))
-    return ((images - mean) / std).to(dtype)
+    """(images - mean) / std per channel, in float32, then as ``dtype``."""
+
+    def per_channel(values: Sequence[float]) -> Tensor:  # (C, 1, 1)
+        # Filled on the device: a copy from the host would wait for it, and cannot be captured in a CUDA graph.
+        return torch.stack([torch.full((1, 1), value, device=images.device) for value in values])
+
+    return ((images - per_channel(mean)) / per_channel(std)).to(dtype)
 
 
 def augment(images: Tensor, mode: Augmentation, generator: torch.Generator | None = None) -> Tensor:  # (N, C, H, W)
