@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -105,8 +106,8 @@ def law_paths_agree(case: Case) -> None:
         return torch.func.functional_call(dense, state, (x,))
 
     expected = run(oracle)
-    for path in PATHS:
-        layer.path = path
+    for path, trusting in product(PATHS, (False, True)):
+        layer.path, layer.columns_are_unit = path, trusting
         for got, want in zip(run(lambda: layer(x)), expected, strict=True):
             if want.norm() < 1e-12:  # the gradient of a vector of length one, which renormalisation cancels
                 assert got.norm() < 1e-12

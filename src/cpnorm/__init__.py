@@ -1,5 +1,6 @@
 """Neural networks in canonical form: weights kept, trained and normalised as sums of weighted rank-one terms."""
 
+from cpnorm._version import __version__
 from cpnorm.tensor import CPTensor
 from cpnorm.decompose import RankEstimate, cp_als, cp_exact, cp_power, estimate_rank
 from cpnorm.contract import Plan, plan
@@ -13,9 +14,10 @@ from cpnorm.layers import (
     CPLayer,
     CPLinear,
 )
-from cpnorm.convert import canonical_layers, canonical_norm, fold, renormalize, renormalize_after
+from cpnorm.convert import canonical_layers, canonical_norm, fold, renormalize, renormalize_after, renormalize_terms
 
 __all__ = [
+    "__version__",
     "CPTensor",
     "cp_exact",
     "cp_power",
@@ -36,5 +38,6 @@ __all__ = [
     "canonical_layers",
     "renormalize",
     "renormalize_after",
+    "renormalize_terms",
     "fold",
 ]

@@ -104,19 +104,25 @@ def canonical_layers(model: nn.Module) -> dict[str, CPLayer]:
     return found
 
 
-@torch.no_grad()
 def renormalize(model: Module) -> Module:
     """Make every vector a unit vector again, in place; W does not change, since its equation divides by the norms.
 
     A term with a zero vector is zero: its lambda becomes 0 and the vector an arbitrary unit vector.
     """
-    for layer in canonical_layers(model).values():
-        for factor in layer.factors:
-            inverse = inverse_norms(factor)
-            dead = inverse == 0
-            factor.copy_(torch.where(dead, factor.shape[0] ** -0.5, factor * inverse))
-            layer.lambdas.copy_(torch.where(dead, 0.0, layer.lambdas))
+    layers = canonical_layers(model).values()
+    factors = [factor for layer in layers for factor in layer.factors]
+    renormalize_terms(factors, [layer.lambdas for layer in layers for _ in layer.factors])
     return model
+
+
+@torch.no_grad()
+def renormalize_terms(factors: Sequence[Tensor], lambdas: Sequence[Tensor]) -> None:  # [(d, R)], [(R,)] of each factor
+    """The tensor work of ``renormalize``, for those who compile or capture it."""
+    for factor, scales in zip(factors, lambdas, strict=True):
+        inverse = inverse_norms(factor)
+        dead = inverse == 0
+        factor.copy_(torch.where(dead, factor.shape[0] ** -0.5, factor * inverse))
+        scales.copy_(torch.where(dead, 0.0, scales))
 
 
 def renormalize_after(optimizer: torch.optim.Optimizer, model: nn.Module) -> RemovableHandle:
@@ -148,7 +154,7 @@ def fold(model: Module) -> Module:
         for name in ("sigma", "lambdas"):
             del module._parameters[name]
         del module._modules["factors"]
-        del module.modes, module.path
+        del module.modes, module.path, module.columns_are_unit
         module.__class__ = module.plain
         bias = module._parameters.pop("bias", None)
         module.weight = tied[key]

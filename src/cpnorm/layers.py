@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from cpnorm import contract
 from cpnorm.contract import CONV_TRANSPOSE, Plan, weight_shape
 from cpnorm.decompose import cp_als, cp_exact, cp_power, exact_rank
-from cpnorm.tensor import CPTensor, dense_from_terms, unit_columns
+from cpnorm.tensor import CPTensor, UnitTerms, dense_from_terms, unit_columns
 
 INITS = ("exact", "power", "als", "kaiming_normal", "kaiming_uniform")
 LAMBDAS = ("decomposition", "ones", "normal")
@@ -67,6 +67,7 @@ class CPLayer(nn.Module):
     factors: nn.ParameterList
     modes: tuple[int, ...]  # the shape W is decomposed in: that of the weight, or a finer one
     path: str
+    columns_are_unit: bool  # set by a loop that renormalises after every step: there is nothing to divide by then
 
     def __init__(self, *args: Any, rank: int | str = "exact", init: str = "exact", **kwargs: Any) -> None:
         layer = self.plain(*args, **kwargs)
@@ -79,7 +80,7 @@ class CPLayer(nn.Module):
         """Keep the weight in this form from now on, in place of the plain layer's."""
         weight = self._parameters.pop("weight")
         assert weight is not None
-        self.modes, self.path = cp.shape, "auto"
+        self.modes, self.path, self.columns_are_unit = cp.shape, "auto", False
         self.sigma, self.lambdas, *factors = (
             nn.Parameter(value.detach().to(weight).contiguous().clone(), requires_grad=weight.requires_grad)
             for value in (cp.sigma, cp.lambdas, *cp.factors)
@@ -119,7 +120,11 @@ class CPLayer(nn.Module):
         return self._rebuilt(*self._terms())
 
     def _terms(self) -> tuple[Tensor, list[Tensor]]:  # (R,), [(d_i, R)]
-        return self.sigma * self.lambdas, [unit_columns(f) for f in self.factors]
+        scales = self.sigma * self.lambdas
+        if self.columns_are_unit:
+            scales, *factors = UnitTerms.apply(scales, *self.factors)
+            return scales, factors
+        return scales, [unit_columns(f) for f in self.factors]
 
     def _rebuilt(self, scales: Tensor, factors: Sequence[Tensor]) -> Tensor:
         return dense_from_terms(scales, factors).reshape(weight_shape(self))

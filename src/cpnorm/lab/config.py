@@ -31,6 +31,7 @@ class Config:
     weight_decay: float = 0.0
     lambda_l1: float = 0.0  # sparsity pressure on the lambdas
     label_smoothing: float = 0.0
+    dropout: bool = True
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     warmup: int = 0  # epochs of linear warm-up
     epochs: int = 150

@@ -1,0 +1,284 @@
+"""Truncation: drop the terms that matter least, under one budget, and say what it cost and what it bought."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cpnorm import budgets
+from cpnorm.budgets import Elimination
+from cpnorm.convert import Skip, _within, canonical_layers
+from cpnorm.layers import CPLayer
+from cpnorm.observe import (
+    Batch,
+    LossFunction,
+    Responses,
+    Work,
+    count_work,
+    identity,
+    mean_loss,
+    taylor_scores,
+    term_responses,
+)
+from cpnorm.optimizers import cut_states
+from cpnorm.refit import REFITS, Fitted, fit, output_overlaps
+from cpnorm.summary import LayerReport, Report, count_weights
+
+CRITERIA = ("lambda", "gram", "taylor")
+
+
+@torch.no_grad()
+def truncate(
+    model: nn.Module,
+    *,
+    rate: float | None = None,
+    ranks: int | Mapping[str, int] | None = None,
+    params: int | None = None,
+    flops: int | None = None,
+    energy: float | None = None,
+    loss: float | None = None,
+    criterion: str = "lambda",
+    refit: str = "none",
+    data: Iterable[Batch] | None = None,
+    loss_function: LossFunction = F.cross_entropy,
+    example_input: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    skip: Skip = (),
+) -> Report:
+    """Drop terms of a canonical layer, or of all canonical layers of a model, in place, under exactly one budget.
+
+    The parameters stay the same objects with fewer columns, so that an optimizer cannot lose them. Every layer keeps at
+    least one term. All layers are truncated, or, on an error, none.
+
+    Args:
+        model: a canonical layer, or a model that has some.
+        rate: the paper's way: the share of terms to drop in each layer.
+        ranks: how many terms to keep, by layer name (the others keep all), or one bound for every layer.
+        params: parameters the whole model may have afterwards; biases and plain layers count.
+        flops: FLOPs of all linear and convolutional layers on ``example_input``, each run dense or through its factors,
+            whichever is less.
+        energy: the least mean over the layers of 1 - ||W - W_kept||^2 / ||W||^2, before any refit.
+        loss: how much ``loss_function`` may grow on ``data``; with an error rate, the allowed drop in accuracy.
+        criterion: what a term is worth. "lambda": its squared norm; "gram": what its absence adds to the squared error,
+            overlaps with other terms included; "taylor": |lambda * dL/dlambda| on ``data``. Given ``data``, the first
+            two are measured at the outputs of the layer instead of its weight. Between layers they count as shares of
+            the layer's own whole: the scale of a layer means nothing where the next one can undo it, and to first
+            order the relative errors of the layers are what adds up at the end of a network.
+        refit: what the kept terms take over from the others. "lambdas": least squares on lambda towards the old weight;
+            "als": alternating least squares towards it; "outputs": least squares on the output vectors and the bias
+            towards the old outputs on ``data``.
+        data: a few batches of (inputs, targets).
+        loss_function: of (outputs, targets), averaged over the batch.
+        example_input: what FLOPs are counted on.
+        optimizer: its state is cut to the kept terms, so that training goes on ("als" makes new terms, whose state
+            starts anew). Without it an optimizer that has state raises at its next step.
+        skip: layers to leave alone: names, patterns such as "features.*", or types.
+
+    >>> from cpnorm import canonical_norm
+    >>> model = canonical_norm(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)))
+    >>> report = truncate(model, rate=0.75, refit="lambdas")
+    >>> [layer.rank_after for layer in report.layers]
+    [8, 3]
+    """
+    budget, amount = _only_budget(rate=rate, ranks=ranks, params=params, flops=flops, energy=energy, loss=loss)
+    _check(budget, amount, criterion, refit, data is not None, example_input is not None)
+    layers = _chosen(model, skip)
+    batches = list(data) if data is not None else []
+    work = count_work(model, example_input) if example_input is not None else {}
+    responses = _responses(model, layers, batches) if criterion != "taylor" or refit == "outputs" else {}
+    if criterion == "taylor":
+        scores = taylor_scores(model, layers, batches, loss_function)
+        eliminations = {name: budgets.by_score(score) for name, score in scores.items()}
+    else:
+        eliminations = {name: _eliminate(layer, criterion, responses.get(name)) for name, layer in layers.items()}
+
+    def fitted(dropped: Mapping[str, int]) -> dict[str, Fitted]:
+        kept = {name: eliminations[name].kept(count) for name, count in dropped.items() if count}
+        return {name: fit(layers[name], terms, refit, responses.get(name)) for name, terms in kept.items()}
+
+    def measured(dropped: Mapping[str, int]) -> float:
+        instead = dict(pair for name, form in fitted(dropped).items() for pair in form.named(name))
+        return mean_loss(model, batches, loss_function, instead)
+
+    dropped = _choose(budget, amount, model, layers, eliminations, work, measured)
+    losses = (measured({}), measured(dropped)) if budget == "loss" else (None, None)
+    forms = fitted(dropped)
+    how = f"{budget}={amount}, criterion={criterion}, refit={refit}"
+    report = _report(how, model, layers, forms, work, *losses)
+    states = cut_states(optimizer, layers, forms) if optimizer is not None else []
+
+    # Everything is known and checked: from here on nothing can fail half way.
+    for name, form in forms.items():
+        layers[name].replace_terms(form.cp)
+        if form.bias is not None:
+            cast(Tensor, layers[name].bias).copy_(form.bias)
+    for state, cut in states:
+        state.clear()
+        state.update(cut)
+    return report
+
+
+# --- what is asked for --------------------------------------------------------------------------------------------
+
+
+def _only_budget(**offered: Any) -> tuple[str, Any]:
+    given = [(name, amount) for name, amount in offered.items() if amount is not None]
+    if len(given) != 1:
+        names = ", ".join(name for name, _ in given) or "none"
+        raise ValueError(f"expected exactly one budget of {', '.join(offered)}, got {names}")
+    return given[0]
+
+
+def _check(budget: str, amount: Any, criterion: str, refit: str, data: bool, example_input: bool) -> None:
+    for option, value, allowed in (("criterion", criterion, CRITERIA), ("refit", refit, REFITS)):
+        if value not in allowed:
+            raise ValueError(f"expected {option} to be one of {', '.join(allowed)}, got {value!r}")
+    needs_data = {"criterion='taylor'": criterion == "taylor", "refit='outputs'": refit == "outputs"}
+    needs_data["a loss budget"] = budget == "loss"
+    for purpose, needed in needs_data.items():
+        if needed and not data:
+            raise ValueError(f"expected data, a few batches of (inputs, targets), for {purpose}")
+    if budget == "flops" and not example_input:
+        raise ValueError("expected an example_input for a budget of FLOPs")
+    if budget == "rate" and not 0 <= amount < 1:
+        raise ValueError(f"expected 0 <= rate < 1, got {amount}")
+    if budget == "energy" and not 0 < amount <= 1:
+        raise ValueError(f"expected 0 < energy <= 1, got {amount}")
+    if budget == "loss" and not amount >= 0:
+        raise ValueError(f"expected an allowed increase of the loss >= 0, got {amount}")
+
+
+def _chosen(model: nn.Module, skip: Skip) -> dict[str, CPLayer]:
+    """The canonical layers but those to skip; layers that share their terms are skipped together."""
+    skips = (skip,) if isinstance(skip, str | type) else tuple(skip)
+    patterns, types = [s for s in skips if isinstance(s, str)], tuple(s for s in skips if isinstance(s, type))
+    modules = dict(model.named_modules())
+    for pattern in patterns:
+        if not any(_within(name, pattern) for name in modules):
+            raise ValueError(f"skip names no module of {type(model).__name__}: {pattern!r}")
+    skipped = {
+        identity(module)
+        for name, module in modules.items()
+        if isinstance(module, types) or any(_within(name, pattern) for pattern in patterns)
+    }
+    layers = {name: layer for name, layer in canonical_layers(model).items() if identity(layer) not in skipped}
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no canonical layer to truncate")
+    for name, layer in layers.items():
+        if not all(torch.isfinite(p).all() for p in layer.canonical_parameters()):
+            raise ValueError(f"expected finite values, got NaN or infinity in {name or 'the layer'}")
+    return layers
+
+
+# --- choosing -----------------------------------------------------------------------------------------------------
+
+
+def _responses(model: nn.Module, layers: Mapping[str, CPLayer], batches: Sequence[Batch]) -> dict[str, Responses]:
+    found = term_responses(model, (inputs for inputs, _ in batches))
+    for name, layer in layers.items():
+        if batches and identity(layer) not in found:
+            raise ValueError(f"expected data that reach every layer, but {name} never runs: skip it")
+    return {name: found[identity(layer)] for name, layer in layers.items() if batches}
+
+
+def _eliminate(layer: CPLayer, criterion: str, responses: Responses | None) -> Elimination:
+    cp = layer.cp.to(torch.float64)
+    scales = cp.sigma * cp.lambdas
+    if criterion == "lambda" and responses is None:
+        return budgets.by_score(scales.square() / torch.linalg.vector_norm(layer.weight).double().square())
+    gram = cp.gram() if responses is None else output_overlaps(layer, responses) * scales[:, None] * scales
+    gram = gram / gram.sum().clamp_min(torch.finfo(gram.dtype).tiny)
+    return budgets.by_gram(gram) if criterion == "gram" else budgets.by_score(gram.diagonal())
+
+
+def _choose(
+    budget: str,
+    amount: Any,
+    model: nn.Module,
+    layers: Mapping[str, CPLayer],
+    eliminations: Mapping[str, Elimination],
+    work: Mapping[int, Work],
+    measured: Callable[[Mapping[str, int]], float],
+) -> dict[str, int]:
+    """How many terms each layer gives up."""
+    if budget == "rate":
+        return {name: layer.rank - budgets.terms_to_keep(layer.rank, amount) for name, layer in layers.items()}
+    if budget == "ranks":
+        return {name: layer.rank - keep for (name, layer), keep in zip(layers.items(), _ranks(amount, layers), strict=True)}
+
+    if budget == "flops":
+        total = _all_flops(model, work)
+        saved = {name: _flops_saved(layer.rank, work[identity(layer)]) for name, layer in layers.items()}
+    else:
+        total = count_weights(model)
+        saved = {name: [n * (1 + sum(layer.modes)) for n in range(layer.rank)] for name, layer in layers.items()}
+    sequence = budgets.cheapest_first(eliminations, saved)
+    if budget in ("params", "flops"):
+        least = total - sum(s[-1] for s in saved.values())
+        if amount < least:
+            raise ValueError(f"expected {budget} >= {least:,}, which leave every layer one term, got {amount:,}")
+        return budgets.spend(sequence, saved, total - amount)
+    if budget == "energy":
+        grams = {name: layer.cp.to(torch.float64).gram() for name, layer in layers.items()}
+        lost = {name: budgets.energy_lost(gram, eliminations[name].order).tolist() for name, gram in grams.items()}
+        return budgets.follow(sequence, layers, budgets.steps_within(sequence, lost, 1 - amount))
+    allowed = measured({}) + amount
+    steps = budgets.furthest(len(sequence), lambda n: measured(budgets.follow(sequence, layers, n)) <= allowed)
+    return budgets.follow(sequence, layers, steps)
+
+
+def _ranks(ranks: int | Mapping[str, int], layers: Mapping[str, CPLayer]) -> list[int]:
+    named = ranks if isinstance(ranks, Mapping) else {name: min(ranks, layer.rank) for name, layer in layers.items()}
+    if unknown := [name for name in named if name not in layers]:
+        raise ValueError(f"ranks names layers that are not there to truncate: {', '.join(unknown)}")
+    for name, rank in named.items():
+        if not 1 <= rank <= layers[name].rank:
+            raise ValueError(f"expected 1 <= rank <= {layers[name].rank}, got {rank} for {name or 'the layer'}")
+    return [named.get(name, layer.rank) for name, layer in layers.items()]
+
+
+def _flops_saved(rank: int, work: Work) -> list[int]:
+    return [work.at(rank) - work.at(rank - gone) for gone in range(rank)]
+
+
+def _all_flops(model: nn.Module, work: Mapping[int, Work], ranks: Mapping[int, int] | None = None) -> int:
+    """Of all linear and convolutional layers, canonical ones run the cheaper way, at other ranks where given."""
+    now = {identity(layer): layer.rank for layer in canonical_layers(model).values()} | dict(ranks or {})
+    return sum(each.at(now[key]) if key in now else each.dense for key, each in work.items())
+
+
+# --- reporting ----------------------------------------------------------------------------------------------------
+
+
+def _report(
+    how: str,
+    model: nn.Module,
+    layers: Mapping[str, CPLayer],
+    forms: Mapping[str, Fitted],
+    work: Mapping[int, Work],
+    loss_before: float | None,
+    loss_after: float | None,
+) -> Report:
+    rows = []
+    for name, layer in layers.items():
+        after = forms[name].cp if name in forms else layer.cp
+        each = work.get(identity(layer))
+        rows.append(
+            LayerReport(
+                name=name,
+                rank_before=layer.rank,
+                rank_after=after.rank,
+                weights_before=layer.cp.numel(),
+                weights_after=after.numel(),
+                weights_dense=math.prod(layer.modes),
+                flops_before=each.at(layer.rank) if each else None,
+                flops_after=each.at(after.rank) if each else None,
+                flops_dense=each.dense if each else None,
+                energy=_energy_kept(layer, after) if name in forms else 1.0,
+            )
+        )
+    ...

@@ -1,0 +1,345 @@
+"""From a dense weight to its canonical form: exact by slices, greedy by power iteration, or fitted by least squares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cpnorm.tensor import CPTensor, khatri_rao
+
+Progress = Callable[[int, int], None]  # (done, of how many)
+
+
+def exact_rank(shape: Sequence[int]) -> int:
+    """The rank at which every tensor of this shape is exact: the product of all modes but the largest.
+
+    >>> exact_rank((192, 64, 3, 3))
+    576
+    """
+    return math.prod(shape) // max(shape)
+
+
+@torch.no_grad()
+def cp_exact(weight: Tensor, rank: int | None = None, *, generator: torch.Generator | None = None) -> CPTensor:
+    """The canonical form made of the singular vectors of the slices along the two largest modes; nothing iterates.
+
+    Exact at ``exact_rank(weight.shape)``, the default. All terms are orthogonal to each other, so a smaller rank, which
+    keeps the largest, is the best choice among them; terms beyond the exact rank have lambda 0 and random vectors.
+    Lambdas are singular values: never negative, in descending order.
+
+    >>> weight = torch.randn(32, 16, 3, 3)
+    >>> cp_exact(weight).rank, round(cp_exact(weight).fit(weight), 4)
+    (144, 1.0)
+    """
+    dense, scale = _scaled(weight)
+    rank = _checked_rank(exact_rank(dense.shape) if rank is None else rank, weight)
+    *kernel, middle, longest = sorted(range(dense.ndim), key=lambda mode: dense.shape[mode])
+    slices = dense.permute(*kernel, middle, longest).reshape(-1, dense.shape[middle], dense.shape[longest])
+    left, values, right = _svd_of_wide(slices)
+    kept = values.flatten().argsort(descending=True, stable=True)[:rank]
+
+    factors = [dense.new_empty(0)] * dense.ndim
+    factors[middle] = left.mT.flatten(0, 1)[kept].mT
+    factors[longest] = right.flatten(0, 1)[kept].mT
+    position = kept // dense.shape[middle]  # which slice the term comes from
+    for mode in reversed(kernel):
+        one_hot = torch.nn.functional.one_hot(position % dense.shape[mode], dense.shape[mode])
+        factors[mode] = one_hot.to(dense.dtype).mT
+        position = position // dense.shape[mode]
+
+    extra = rank - len(kept)
+    lambdas = torch.cat([values.flatten()[kept], dense.new_zeros(extra)])
+    factors = [torch.cat([f, _random_units(extra, len(f), dense, generator).mT], 1) for f in factors]
+    return _as_given(weight, scale, lambdas, factors)
+
+
+@torch.no_grad()
+def cp_power(
+    weight: Tensor,
+    rank: int,
+    *,
+    restarts: int = 10,
+    iterations: int = 10,
+    generator: torch.Generator | None = None,
+    progress: Progress | None = None,
+) -> CPTensor:
+    """The paper's greedy tensor power method: find a large rank-one term, subtract it, go on with what is left.
+
+    A pool of ``restarts`` candidates makes ``iterations`` sweeps over the modes as one batch of matrix products, and the
+    best becomes the next term. The others stay in the pool, since a subtracted term hardly moves them; the best, and
+    those that had come to the same term, start again at random. Lambdas are never negative; terms are in the order found,
+    so that the first r of them are the greedy approximation of rank r. For a matrix the method is the singular
+    value decomposition, and that is what is computed.
+
+    >>> weight = torch.randn(16, 8, 3, 3)
+    >>> cp_power(weight, 40).fit(weight) > 0.5
+    True
+    """
+    dense, scale = _scaled(weight)
+    rank = _checked_rank(rank, weight)
+    if restarts < 1 or iterations < 1:
+        raise ValueError(f"expected restarts >= 1 and iterations >= 1, got {restarts} and {iterations}")
+    if scale == 0 or sum(d > 1 for d in dense.shape) <= 2:
+        return cp_exact(weight, rank, generator=generator)
+
+    order = sorted(range(dense.ndim), key=lambda mode: -dense.shape[mode])
+    sizes = [dense.shape[mode] for mode in order]
+    # Both layouts are kept: with few candidates a product with a transposed matrix is several times slower on a CPU.
+    residual = dense.permute(order).reshape(sizes[0], -1).clone()
+    transposed = residual.mT.contiguous()
+    starts = [_random_units(rank + restarts, size, dense, generator) for size in sizes]
+    pool = [start[:restarts].clone() for start in starts]  # (S, d) for every mode
+    slots = torch.arange(restarts, device=dense.device)
+    term = torch.zeros(1, dtype=torch.long, device=dense.device)
+    lambdas = dense.new_zeros(rank)
+    found = [dense.new_zeros(rank, size) for size in sizes]
+
+    def next_term() -> None:  # no Python value depends on a tensor here, so that a GPU can capture and replay it
+        candidates = list(pool)
+        for _ in range(iterations):
+            values = _power_sweep(residual, transposed, candidates)
+        best = values.argmax(keepdim=True)
+        winner = [c[best] for c in candidates]  # (1, d)
+        long_side, short_side = winner[0][0] * values[best], _outer_rows(winner[1:])[0]
+        residual.addr_(long_side, short_side, alpha=-1)
+        transposed.addr_(short_side, long_side, alpha=-1)
+        lambdas.index_copy_(0, term, values[best])
+        for rows, row in zip(found, winner, strict=True):
+            rows.index_copy_(0, term, row)
+        term.add_(1)
+
+        overlap = reduce(torch.mul, [(c * w).sum(1) for c, w in zip(candidates, winner, strict=True)])
+        again = ((overlap > 0.5) | (slots == best))[:, None]
+        for mode, (start, candidate) in enumerate(zip(starts, candidates, strict=True)):
+            # A shift of its own for every mode: no combination of random vectors ever starts twice.
+            fresh = start[(term + slots * (mode + 1)) % len(start)]
+            pool[mode].copy_(torch.where(again, fresh, candidate))
+
+    _repeat(next_term, rank, dense.device, progress)
+    factors = [found[order.index(mode)].mT.contiguous() for mode in range(dense.ndim)]
+    return _as_given(weight, scale, lambdas, factors)
+
+
+@torch.no_grad()
+def cp_als(
+    weight: Tensor,
+    rank: int,
+    *,
+    init: Literal["random", "power", "exact"] | CPTensor = "random",
+    sweeps: int = 100,
+    tolerance: float = 1e-5,
+    ridge: float = 0.1,
+    generator: torch.Generator | None = None,
+) -> CPTensor:
+    """Alternating least squares with norm control: the best fit of all, by terms that do not cancel each other.
+
+    Each sweep solves for one mode after the other. Since the other modes have unit columns, a ridge on the solved one
+    is a price on the squared norms of the terms; it is ``ridge`` times the squared relative error, so that it guides
+    the early sweeps and vanishes as the fit nears 1. ``ridge=0`` is the plain method, whose terms can cancel
+    (``CPTensor.cancellation``) hundreds of times over. Stops when a sweep gains less than ``tolerance`` in fit.
+    Lambdas are never negative, in descending order.
+
+    >>> weight = torch.randn(16, 8, 3, 3)
+    >>> cp_als(weight, 60, generator=torch.Generator().manual_seed(0)).fit(weight) > 0.9
+    True
+    """
+    dense, scale = _scaled(weight)
+    rank = _checked_rank(rank, weight)
+    if sweeps < 1 or tolerance < 0 or ridge < 0:
+        raise ValueError(
+            f"expected sweeps >= 1, tolerance >= 0 and ridge >= 0, got {sweeps}, {tolerance} and {ridge}"
+        )
+    if scale == 0:
+        return cp_exact(weight, rank, generator=generator)
+    if isinstance(init, CPTensor):
+        if init.shape != tuple(weight.shape) or init.rank != rank:
+            expected = f"rank {rank} and shape {tuple(weight.shape)}"
+            raise ValueError(f"expected init of {expected}, got rank {init.rank} and shape {init.shape}")
+        start = init.to(dense.device).to(dense.dtype).normalize()
+        start = CPTensor(start.sigma / scale, start.lambdas, start.factors)
+    elif init == "random":
+        units = [_random_units(rank, size, dense, generator).mT for size in dense.shape]
+        start = CPTensor.from_terms(dense.new_zeros(rank), units)
+    elif init in ("power", "exact"):
+        start = (cp_power if init == "power" else cp_exact)(dense, rank, generator=generator)
+    else:
+        raise ValueError(f"expected init to be 'random', 'power', 'exact' or a CPTensor, got {init!r}")
+    fitted, _ = _als(dense, start, sweeps=sweeps, tolerance=tolerance, ridge=ridge)
+    fitted = fitted.select(fitted.lambdas.argsort(descending=True, stable=True))
+    return _as_given(weight, scale, fitted.lambdas, fitted.factors)
+
+
+class RankEstimate(NamedTuple):
+    """The smallest rank found to reach the fit, and the fit at every rank that was tried, in ascending order."""
+
+    rank: int
+    curve: list[tuple[int, float]]
+
+
+@torch.no_grad()
+def estimate_rank(
+    weight: Tensor,
+    fit: float = 0.99,
+    *,
+    sweeps: int = 40,
+    generator: torch.Generator | None = None,
+    progress: Progress | None = None,
+) -> RankEstimate:
+    raise NotImplementedError
+
+
+def _svd_of_wide(slices: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # (K, d, D), d <= D -> (K, d, d), (K, d), (K, d, D)
+    """Singular vectors and values, the vectors on the right as unit rows, in no order.
+
+    In single precision by way of the eigenvectors of the small Gram matrices in double precision, which is two to six
+    times faster than an SVD and loses nothing: the left vectors are orthogonal whatever happens, so left @ left.mT
+    gives the slices back to rounding.
+    """
+    if slices.dtype == torch.float64:
+        left, values, right = torch.linalg.svd(slices, full_matrices=False)
+        return left, values, right
+    wide = slices.double()
+    left = torch.linalg.eigh(wide @ wide.mT).eigenvectors.to(slices.dtype)
+    right, values = _unit_rows(left.mT @ slices)
+    return left, values, right
+
+
+def _power_sweep(residual: Tensor, transposed: Tensor, candidates: list[Tensor]) -> Tensor:
+    # (d1, d2 * d3 ...), its transpose, [(S, d_i)] -> (S,)
+    """Updates each mode of all candidates once, in place of the list's entries; returns the value of each term."""
+    candidates[0], values = _unit_rows(_outer_rows(candidates[1:]) @ transposed)
+    rest = candidates[0] @ residual  # the largest mode is gone: all further products are small
+    for mode in range(1, len(candidates)):
+        rest = rest.view(*candidates[mode].shape, -1)
+        if mode + 1 < len(candidates):
+            others = _outer_rows(candidates[mode + 1 :])
+            candidates[mode], values = _unit_rows((rest @ others[:, :, None])[:, :, 0])
+            rest = candidates[mode][:, None] @ rest
+        else:
+            candidates[mode], values = _unit_rows(rest[:, :, 0])
+    return values
+
+
+def _repeat(step: Callable[[], None], times: int, device: torch.device, progress: Progress | None) -> None:
+    """Runs the step so often; on a GPU, where it is bound by launches, once for real and then as a replayed graph."""
+    report = progress or (lambda done, total: None)
+    if device.type != "cuda" or times < 8:
+        for done in range(times):
+            step()
+            report(done + 1, times)
+        return
+    with torch.cuda.device(device):
+        beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            step()
+        torch.cuda.current_stream().wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()  # recorded, not run
+        for done in range(1, times):
+            graph.replay()
+            report(done + 1, times)
+        torch.cuda.synchronize()  # the graph and its memory go when this function returns
+
+
+def _als(
+    dense: Tensor, start: CPTensor, *, sweeps: int, tolerance: float, ridge: float, enough: float = 0.0
+) -> tuple[CPTensor, float]:
+    """Sweeps over a ``dense`` of norm 1; returns the terms and their error, which a sweep gets almost for free."""
+    epsilon = torch.finfo(dense.dtype).eps
+    error = min(torch.linalg.vector_norm(dense - start.to_dense()).item(), 1.0)
+    order = sorted(range(dense.ndim), key=lambda mode: -dense.shape[mode])
+    matrix = dense.permute(order).reshape(dense.shape[order[0]], -1).contiguous()
+    transposed = matrix.mT.contiguous()
+    factors, lambdas = [start.factors[mode] for mode in order], start.sigma * start.lambdas
+    grams = [f.mT @ f for f in factors]
+    for _ in range(sweeps):
+        if error**2 <= 10 * epsilon or error < enough:
+            break
+        damping = ridge * error**2
+        for mode in range(len(factors)):
+            if mode == 0:
+                projected = matrix @ khatri_rao(factors[1:])
+            else:
+                rest = transposed @ factors[0] if mode == 1 else (rest * factors[mode - 1][:, None]).sum(0)
+                rest = rest.view(len(factors[mode]), -1, start.rank)
+                projected = (rest * khatri_rao(factors[mode + 1 :])).sum(1) if mode + 1 < len(factors) else rest[:, 0]
+            normal = reduce(torch.mul, grams[:mode] + grams[mode + 1 :])
+            solved = _solve_damped(normal, projected, damping)
+            units, lambdas = _unit_rows(solved.mT)
+            factors[mode] = units.mT
+            grams[mode] = units @ units.mT
+        inner = (projected * solved).sum(dtype=torch.float64)
+        norm = torch.einsum("r,rs,s->", lambdas.double(), (normal * grams[-1]).double(), lambdas.double())
+        previous, error = error, math.sqrt(max(1 - 2 * inner.item() + norm.item(), 0))
+        if previous - error < tolerance:
+            break
+    return CPTensor.from_terms(lambdas, [factors[order.index(mode)] for mode in range(dense.ndim)]), error
+
+
+def _solve_damped(normal: Tensor, right: Tensor, damping: float) -> Tensor:  # (R, R), (d, R) -> (d, R)
+    """Solves x @ (normal + damping) = right; a system that is still singular gets as much damping as it needs."""
+    rank = len(normal)
+    while True:
+        damped = normal.clone()
+        damped.diagonal().add_(damping)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed or damping > rank:  # with more than this the matrix is positive definite by its diagonal
+            return torch.cholesky_solve(right.mT, lower).mT
+        damping = max(10 * damping, rank * torch.finfo(normal.dtype).eps)
+
+
+def _unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:  # (..., d) -> (..., d), (...)
+    """Rows divided by their norms, and the norms; a row of zeros stays zero."""
+    norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    return rows / norms.clamp_min(torch.finfo(rows.dtype).tiny), norms.squeeze(-1)
+
+
+def _outer_rows(factors: Sequence[Tensor]) -> Tensor:  # [(S, d1), (S, d2), ...] -> (S, d1 * d2 * ...)
+    """The outer product of the vectors of each candidate, flattened."""
+    return reduce(lambda left, right: (left[:, :, None] @ right[:, None]).flatten(1), factors)
+
+
+def _random_units(count: int, size: int, like: Tensor, generator: torch.Generator | None) -> Tensor:  # (count, size)
+    """Random unit rows, drawn where the generator lives, so that one on the CPU gives a GPU the same numbers."""
+    device = like.device if generator is None else generator.device
+    drawn = torch.randn(count, size, generator=generator, device=device, dtype=like.dtype).to(like.device)
+    return _unit_rows(drawn)[0]
+
+
+def _scaled(weight: Tensor) -> tuple[Tensor, float]:
+    """The weight in at least single precision with norm 1 (or 0), so that no product over- or underflows; its norm."""
+    shape = tuple(weight.shape)
+    if weight.ndim < 2:
+        raise ValueError(f"expected a weight with 2 modes or more, got shape {shape}")
+    if not weight.is_floating_point():
+        raise ValueError(f"expected a weight of real floating-point numbers, got {weight.dtype} of shape {shape}")
+    if weight.numel() == 0:
+        raise ValueError(f"expected a weight that is not empty, got shape {shape}")
+    dense = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+    largest = dense.abs().amax().item()
+    if not math.isfinite(largest):
+        raise ValueError(f"expected finite numbers, got NaN or infinity in a weight of shape {shape}")
+    if largest == 0:
+        return dense, 0.0
+    dense = dense / largest
+    norm = torch.linalg.vector_norm(dense).item()
+    return dense / norm, largest * norm
+
+
+def _checked_rank(rank: int, weight: Tensor) -> int:
+    if rank < 1 or rank != int(rank):
+        raise ValueError(f"expected rank >= 1, got {rank} for a weight of shape {tuple(weight.shape)}")
+    return int(rank)
+
+
+def _as_given(weight: Tensor, scale: float, lambdas: Tensor, factors: Sequence[Tensor]) -> CPTensor:
+    """Unit columns and lambdas of the weight's own size, in its own precision."""
+    unit = CPTensor.from_terms(lambdas, factors).normalize()
+    return CPTensor.from_terms(unit.lambdas * scale, unit.factors).to(weight.dtype)

@@ -1,0 +1,162 @@
+"""A run's folder: config.json, environment.json, metrics.jsonl, checkpoint.pt, model.safetensors, record.json."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import cpnorm
+from cpnorm.lab.config import Config
+
+
+class RunError(RuntimeError):
+    """A run folder that cannot be used, with the reason."""
+
+
+class RunFolder:
+    """One run on disk. Every file is replaced as a whole or not at all, so that a kill at any moment loses nothing."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def __truediv__(self, name: str) -> Path:
+        return self.path / name
+
+    @contextmanager
+    def claimed(self, config: Config, extra: dict[str, Any] | None = None) -> Iterator[None]:
+        """Hold the folder for this process and this config; another of either is an error."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self / ".lock").open("a")
+        except OSError as error:
+            raise RunError(f"cannot use {self.path} as a run folder: {error.strerror}") from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise RunError(f"{self.path} is in use by another process") from error
+            settings = {**config.to_json(), **({"compress": extra} if extra else {})}
+            if (self / "config.json").exists():
+                self._check_same(settings)
+            else:
+                write_json(self / "config.json", settings)
+            write_json(self / "environment.json", environment())
+            yield
+
+    def _check_same(self, settings: dict[str, Any]) -> None:
+        there = read_json(self / "config.json")
+        changed = [key for key in {**there, **settings} if there.get(key) != settings.get(key)]
+        if changed:
+            differences = ", ".join(f"{k}: {there.get(k)!r} there, {settings.get(k)!r} now" for k in sorted(changed))
+            raise RunError(f"{self.path} holds a run with other settings ({differences})")
+
+    def config(self) -> Config:
+        """The settings stored with the run."""
+        if not (self / "config.json").exists():
+            raise RunError(f"{self.path} holds no run: config.json is missing")
+        values = read_json(self / "config.json")
+        values.pop("compress", None)
+        return Config.from_json(values)
+
+    def save_checkpoint(self, state: dict[str, Any]) -> None:
+        """Everything needed to go on, bit for bit."""
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        write_atomically(self / "checkpoint.pt", buffer.getvalue())
+
+    def load_checkpoint(self, device: torch.device) -> dict[str, Any] | None:
+        """The last state saved, or None; runs no code from the file."""
+        path = self / "checkpoint.pt"
+        if not path.exists():
+            return None
+        try:
+            return torch.load(path, map_location=device, weights_only=True)
+        except Exception as error:
+            raise RunError(f"{path} cannot be read: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+
+    def write_metrics(self, history: list[dict[str, Any]]) -> None:
+        """One line an epoch."""
+        write_atomically(self / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in history).encode())
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The epochs so far."""
+        path = self / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def finish(self, model: nn.Module, record: dict[str, Any]) -> None:
+        """The trained model and the record of the run; the checkpoint is no longer needed."""
+        cpnorm.save(model, self / "model.safetensors", metadata={"model": record["config"]["model"]})
+        write_json(self / "record.json", record)
+        (self / "checkpoint.pt").unlink(missing_ok=True)
+
+    def record(self) -> dict[str, Any] | None:
+        """What finish() wrote, or None."""
+        return read_json(self / "record.json") if (self / "record.json").exists() else None
+
+
+def environment() -> dict[str, Any]:
+    """Versions, hardware and commit."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "cpnorm": cpnorm.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "gpu": gpu,
+        "cpu": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+    }
+
+
+def _commit() -> str | None:
+    """Of the source tree; $CPNORM_COMMIT speaks for a copy without its history."""
+    if "CPNORM_COMMIT" in os.environ:
+        return os.environ["CPNORM_COMMIT"]
+    here = Path(__file__).parent
+    try:
+        git = ["git", "-C", str(here)]
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        dirty = subprocess.run([*git, "status", "--porcelain", "--", "."], capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("-dirty" if dirty else "")
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file as a whole: a reader, or the next start after a kill, sees the old content or the new."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RunError(f"cannot write {path}: {error.strerror}") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Readable JSON, atomically."""
+    write_atomically(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """With an error that names the file."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from error

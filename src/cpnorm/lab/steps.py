@@ -1,0 +1,235 @@
+"""One training step, made as cheap as the machine allows: compiled and captured as a graph on a GPU, eager elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import cpnorm
+from cpnorm.lab.config import Config
+from cpnorm.lab.data import ImageSet, augment, normalize
+
+log = logging.getLogger("cpnorm.lab")
+
+WARM_UP_STEPS = 3  # before a capture, so that libraries have chosen their kernels and buffers exist
+Loss = Callable[..., tuple[Tensor, Tensor]]
+
+
+def batch_loss(
+    model: nn.Module,
+    images: Tensor,  # (N, C, H, W) uint8
+    labels: Tensor,  # (N,)
+    mean: Tensor,  # (C,)
+    std: Tensor,
+    mode: Any,
+    smoothing: float,
+    precision: str,
+) -> tuple[Tensor, Tensor]:
+    """Augment, normalise, run the model: summed loss and number of right answers."""
+    x = normalize(augment(images, mode), mean, std, torch.float32)
+    if x.is_cuda:
+        x = x.contiguous(memory_format=torch.channels_last)
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=precision == "bf16"):
+        logits = model(x)
+    logits = logits.float()
+    return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing), (logits.argmax(1) == labels).sum()
+
+
+@cache
+def compiled_loss() -> Loss:
+    """One compiled function for all models of a process: seeds of a row share its code."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    return torch.compile(batch_loss, dynamic=False)
+
+
+def renormalizer(model: nn.Module) -> Callable[[], object]:
+    """What renormalises this model in place: one kernel on a GPU, torch's operations elsewhere."""
+    layers = cpnorm.canonical_layers(model).values()
+    factors = [factor for layer in layers for factor in layer.factors]
+    lambdas = [layer.lambdas for layer in layers for _ in layer.factors]
+    if factors and factors[0].is_cuda:
+        try:
+            from cpnorm.kernels import Renormalizer
+
+            return Renormalizer(factors, lambdas)
+        except (ImportError, ValueError) as error:
+            log.warning("renormalisation by torch instead of one kernel: %s", error)
+    return lambda: cpnorm.renormalize_terms(factors, lambdas)
+
+
+class Step:
+    """Batch b of epoch e: gather, augment, forward, backward, update, renormalise; nothing comes back to the host."""
+
+    kind = "eager"
+
+    def __init__(
+        self,
+        config: Config,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data: ImageSet,  # on the device
+        *,
+        precision: str,
+        compile: bool,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        self.config, self.model, self.optimizer, self.data = config, model, optimizer, data
+        self.precision, self.rank, self.world = precision, rank, world
+        self.device = data.train_labels.device
+        self.on_gpu = self.device.type == "cuda"
+        mode = config.augment
+        if mode == "auto":
+            mode = "crop-flip" if config.data in ("cifar10", "svhn") else "none"
+        statistics = (torch.tensor(values, device=self.device) for values in (data.mean, data.std))
+        self.recipe = (*statistics, mode, config.label_smoothing, precision)
+        self.runner: nn.Module = DistributedDataParallel(model) if world > 1 else model
+        layers = cpnorm.canonical_layers(model).values()
+        self.renormalize = renormalizer(cpnorm.renormalize(model)) if layers and config.renormalize else None
+        for layer in layers:
+            layer.columns_are_unit = self.renormalize is not None
+
+        count = len(data.train_labels)
+        self.order = torch.arange(count, device=self.device)
+        self.offsets = torch.arange(config.batch_size, device=self.device)
+        self.cursor = torch.zeros((), dtype=torch.long, device=self.device)
+        self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, right answers, images
+        self.random_state: Tensor | None = None
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.captures = compile and self.on_gpu and world == 1
+        self._stream = torch.cuda.Stream(self.device) if self.on_gpu else None
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """Work of this run goes here, beside that of others on the same GPU."""
+        with torch.cuda.stream(self._stream):  # does nothing for None
+            yield
+
+    def begin_epoch(self, epoch: int) -> None:
+        """A new order of the images and fresh randomness, both a function of seed and epoch alone."""
+        self.order.copy_(self._order(epoch))
+        self.cursor.zero_()
+        self.sums.zero_()
+        seed = (self.config.seed * 100_003 + epoch) * 1_009 + self.rank
+        if self.on_gpu:
+            torch.cuda.manual_seed(seed)
+        else:
+            self.random_state = torch.Generator().manual_seed(seed).get_state()
+
+    def _order(self, epoch: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.config.seed * 100_003 + epoch)
+        return torch.randperm(len(self.order), generator=generator)
+
+    def __call__(self, batch: int) -> None:
+        """Train on batch number ``batch`` of the epoch."""
+        start = batch * self.config.batch_size
+        size = min(self.config.batch_size, len(self.order) - start)
+        if self.captures and size not in self.graphs:
+            self._capture(size)
+        if size in self.graphs:
+            self.graphs[size].replay()
+        elif self.on_gpu:
+            self._take(size, batch_loss)
+        else:
+            # Runs that take turns in one process each have their own stream of random numbers.
+            outside = torch.get_rng_state()
+            torch.set_rng_state(self.random_state)
+            self._take(size, batch_loss)
+            self.random_state = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+    def _take(self, size: int, loss_function: Loss) -> None:
+        index = self.order[self.cursor + self.offsets[:size]][self.rank :: self.world]
+        labels = self.data.train_labels[index]
+        self.optimizer.zero_grad(set_to_none=True)
+        loss, right = loss_function(self.runner, self.data.train_images[index], labels, *self.recipe)
+        objective = loss * (self.world / size)  # processes average their gradients, whatever their share of the batch
+        if self.config.lambda_l1:
+            objective = objective + self.config.lambda_l1 * cpnorm.lambda_penalty(self.model)
+        objective.backward()
+        self.optimizer.step()
+        if self.renormalize:
+            self.renormalize()
+        self.cursor += size
+        self.sums += torch.stack([loss.detach().double(), right.double(), torch.full_like(loss, len(labels)).double()])
+
+    def totals(self) -> tuple[float, float]:
+        """Mean loss and accuracy in percent over the epoch so far."""
+        sums = self.sums.clone()
+        if self.world > 1:
+            torch.distributed.all_reduce(sums)
+        loss, right, seen = sums.tolist()
+        return loss / seen, 100 * right / seen
+
+    # --- capturing ---
+
+    def _capture(self, size: int) -> None:
+        """Record the step for batches of this size; what cannot be captured or compiled is announced and done without."""
+        # The last, smaller batch comes once an epoch: not worth compiling for.
+        plain = size != self.config.batch_size
+        for kind, loss in (("compiled, captured", compiled_loss()), ("captured", batch_loss))[plain:]:
+            before = self._snapshot()
+            try:
+                with torch.cuda.stream(self._stream):
+                    for _ in range(WARM_UP_STEPS):
+                        self._take(size, loss)
+                        self.cursor.zero_()
+                    # Gradients that do not exist yet are written, not added to, by the captured backward pass.
+                    self.optimizer.zero_grad(set_to_none=True)
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                        self._take(size, loss)
+                    self.graphs[size] = graph
+                self.kind = self.kind if plain else kind
+                return
+            except Exception as error:  # any of a dozen kinds, from the compiler down to the driver
+                reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+                log.warning("training step not %s: %s: %s", kind, type(error).__name__, reason)
+            finally:
+                torch.cuda.synchronize()
+                self._restore(before)
+        self.captures = False
+
+    def _snapshot(self) -> dict[str, Any]:
+        tensors = [*self.model.parameters(), *self.model.buffers(), self.cursor, self.sums]
+        state = self.optimizer.state
+        return {
+            "tensors": [(t, t.detach().clone()) for t in tensors],
+            "optimizer": {p: {k: v.clone() for k, v in s.items() if isinstance(v, Tensor)} for p, s in state.items()},
+            "random": torch.cuda.get_rng_state(),
+        }
+
+    @torch.no_grad()
+    def _restore(self, before: dict[str, Any]) -> None:
+        for tensor, value in before["tensors"]:
+            tensor.copy_(value)
+        for parameter, state in self.optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor):  # state the warm-up made starts from zero
+                    value.copy_(before["optimizer"].get(parameter, {}).get(key, torch.zeros_like(value)))
+        torch.cuda.set_rng_state(before["random"])
+
+    # --- saving ---
+
+    def state(self) -> dict[str, Any]:
+        """Where in the epoch it stands."""
+        random = torch.cuda.get_rng_state() if self.on_gpu else self.random_state
+        return {"cursor": self.cursor, "sums": self.sums, "random": random}
+
+    def load_state(self, state: dict[str, Any], epoch: int) -> None:
+        """Go on from ``state()`` in this epoch."""
+        self.order.copy_(self._order(epoch))
+        self.cursor.copy_(state["cursor"])
+        self.sums.copy_(state["sums"])
+        if self.on_gpu:
+            torch.cuda.set_rng_state(state["random"].cpu())
+        else:
+            self.random_state = state["random"]

@@ -1,0 +1,423 @@
+"""Training: a Trainer takes steps, finishes epochs and saves its whole state; fit() runs one, fit_together() several."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn import functional as F
+
+import cpnorm
+from cpnorm.lab import baselines, models, paper
+from cpnorm.lab.config import Config
+from cpnorm.lab.data import ImageSet, load, normalize
+from cpnorm.lab.runs import RunFolder, environment
+from cpnorm.lab.steps import Step
+
+log = logging.getLogger("cpnorm.lab")
+
+DIVERGED_LOSS = 100.0  # a mean loss per image of a hundred is no longer training; chance level is ln(10)
+SMALL_RANK = 32  # layers up to this rank have every lambda written to the metrics, the others a summary
+Observer = Callable[["Trainer", dict[str, Any]], None]
+
+
+def build_model(config: Config, data: ImageSet, device: torch.device, progress: Any = None) -> nn.Module:
+    """The network a config describes, with its normalisation, drawn from its seed."""
+    torch.manual_seed(config.seed)
+    channels, size = data.train_images.shape[1], data.train_images.shape[2]
+    model = models.build(config.model, channels=channels, classes=len(data.classes), image_size=size)
+    if not config.dropout:
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+    model = model.to(device)
+    if config.norm == "weight":
+        return baselines.weight_norm(model, skip=config.skip)
+    if config.norm == "tai":
+        ranks = paper.TAI_RANKS if config.rank == "paper" else config.rank if isinstance(config.rank, dict) else None
+        batch = normalize(data.train_images[:256], data.mean, data.std).to(device)
+        return baselines.tai(model, ranks, skip=config.skip, images=batch)
+    if config.norm == "cp":
+        example = torch.zeros(1, channels, size, size, device=device)
+        return cpnorm.canonical_norm(
+            model,
+            paper.paper_ranks(config.model) if config.rank == "paper" else config.rank,  # type: ignore[arg-type]
+            config.init,
+            lambdas=config.lambdas,
+            skip=config.skip,
+            modes=cpnorm.flatten_modes(model, example) if config.modes else None,
+            generator=torch.Generator().manual_seed(config.seed),
+            progress=progress,
+        )
+    return model
+
+
+def make_optimizer(config: Config, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
+    """torch's own; on a GPU in the forms that can be captured, with the learning rate in a tensor."""
+    gpu = device.type == "cuda"
+    lr: Any = torch.tensor(config.lr, device=device) if gpu else config.lr
+    parameters, decay = list(model.parameters()), config.weight_decay
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr, momentum=config.momentum, weight_decay=decay, fused=gpu or None)
+    if config.optimizer == "rmsprop":
+        return torch.optim.RMSprop(
+            parameters, lr, momentum=config.momentum, weight_decay=decay, capturable=gpu, foreach=True
+        )
+    kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
+    return kind(parameters, lr, weight_decay=decay, fused=gpu or None)
+
+
+def learning_rate(config: Config, progress: float) -> float:
+    """After ``progress`` epochs (a fraction of an epoch counts)."""
+    if progress < config.warmup:
+        return config.lr * max(progress, 1e-3) / config.warmup
+    along = (progress - config.warmup) / max(config.epochs - config.warmup, 1e-9)
+    shape = {"constant": 1.0, "linear": 1 - along, "cosine": (1 + math.cos(math.pi * along)) / 2}[config.schedule]
+    return config.lr * max(shape, 0.0)
+
+
+@dataclass
+class Options:
+    """How a run is carried out, as opposed to what it computes."""
+
+    device: str | None = None  # None: the GPU if there is one
+    compile: bool = True  # torch.compile and graph capture, where they are to be had
+    checkpoint_every: float = 60.0  # seconds
+    data_dir: str | Path | None = None
+
+
+class Trainer:
+    """One run in progress: the model, its optimizer, where it stands, and the epochs so far."""
+
+    def __init__(
+        self,
+        config: Config,
+        data: ImageSet,
+        options: Options | None = None,
+        *,
+        model: nn.Module | None = None,
+        progress: Any = None,
+    ) -> None:
+        self.config, self.options = config, options or Options()
+        self.rank, self.world = process()
+        self.device = pick_device(self.options.device, self.rank)
+        self.data = data.to(self.device)
+        self.held_out: tuple[Tensor, Tensor] | None = None
+        if config.validation:
+            self.data, *held_out = self.data.split_validation(config.validation, config.seed)
+            self.held_out = (held_out[0], held_out[1])
+        self.precision = config.precision
+        if self.precision == "auto":
+            self.precision = "bf16" if self.device.type == "cuda" else "fp32"
+        torch.set_float32_matmul_precision("highest" if self.precision == "fp32" else "high")
+        self.model = model.to(self.device) if model is not None else build_model(config, data, self.device, progress)
+        self.weights = sum(p.numel() for p in self.model.parameters())
+        self.optimizer = make_optimizer(config, self.model, self.device)
+        self.epoch, self.batch, self.seconds = 0, 0, 0.0
+        self.history: list[dict[str, Any]] = []
+        self.diverged: str | None = None
+        self.step = Step(
+            config,
+            self.model,
+            self.optimizer,
+            self.data,
+            precision=self.precision,
+            compile=self.options.compile,
+            rank=self.rank,
+            world=self.world,
+        )
+
+    # --- a run as a sequence of steps ---
+
+    @property
+    def batches(self) -> int:
+        """Steps in an epoch; the last may be smaller."""
+        return -(-len(self.data.train_labels) // self.config.batch_size)
+
+    @property
+    def finished(self) -> bool:
+        """Whether no epoch is left, or the run was stopped early."""
+        return self.epoch >= self.config.epochs or self.diverged is not None or self.stopped_early()
+
+    def run(self) -> Iterator[bool]:
+        """Train to the end, yielding after every step (False) and every finished epoch (True)."""
+        while not self.finished:
+            started = time.perf_counter()
+            if self.batch == 0:
+                self.step.begin_epoch(self.epoch)
+            while self.batch < self.batches:
+                self.set_learning_rate(self.epoch + self.batch / self.batches)
+                self.step(self.batch)
+                self.batch += 1
+                if self.batch < self.batches:
+                    yield False
+            self.finish_epoch(started)
+            yield True
+        for layer in cpnorm.canonical_layers(self.model).values():
+            layer.columns_are_unit = False  # from here on nobody promises to renormalise
+
+    def set_learning_rate(self, progress: float) -> None:
+        """A constant one is set once; others before every step."""
+        if (self.config.schedule != "constant" or self.config.warmup) or progress == 0:
+            value = learning_rate(self.config, progress)
+            for group in self.optimizer.param_groups:
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(value)
+                else:
+                    group["lr"] = value
+
+    def finish_epoch(self, started: float) -> None:
+        """Evaluate, write the epoch's line, and look for trouble."""
+        loss, accuracy = self.step.totals()
+        test_loss, test_accuracy = self.evaluate(self.data.test_images, self.data.test_labels)
+        line: dict[str, Any] = {
+            "epoch": self.epoch + 1,
+            "loss": round(loss, 5),
+            "train_accuracy": round(accuracy, 3),
+            "test_loss": round(test_loss, 5),
+            "test_accuracy": round(test_accuracy, 3),
+        }
+        if self.held_out:
+            line["validation_loss"], line["validation_accuracy"] = (round(v, 5) for v in self.evaluate(*self.held_out))
+        line["seconds"] = round(time.perf_counter() - started, 3)
+        line["layers"] = layer_statistics(self.model)
+        self.seconds += line["seconds"]
+        self.epoch, self.batch = self.epoch + 1, 0
+        if not math.isfinite(loss) or loss > DIVERGED_LOSS:
+            self.diverged = f"the loss was {loss:.3g} in epoch {self.epoch}"
+            log.warning("diverged: %s", self.diverged)
+        self.history.append(line)
+
+    def stopped_early(self) -> bool:
+        """Whether the validation (without one: the training) loss has not improved for the epochs allowed."""
+        patience = self.config.early_stopping
+        if not patience or len(self.history) <= patience:
+            return False
+        losses = [line.get("validation_loss", line["loss"]) for line in self.history]
+        return min(losses[-patience:]) >= min(losses[:-patience])
+
+    @torch.no_grad()
+    def evaluate(self, images: Tensor, labels: Tensor, batch_size: int = 2000) -> tuple[float, float]:
+        """Mean loss and accuracy in percent, shared among the processes of a run."""
+        images, labels = images[self.rank :: self.world], labels[self.rank :: self.world]
+        totals = torch.zeros(3, device=self.device, dtype=torch.float64)
+        self.model.eval()
+        with self.autocast():
+            for start in range(0, len(labels), batch_size):
+                x = self.prepare(images[start : start + batch_size])
+                y = labels[start : start + batch_size]
+                logits = self.model(x).float()
+                totals[0] += F.cross_entropy(logits, y, reduction="sum")
+                totals[1] += (logits.argmax(1) == y).sum()
+                totals[2] += len(y)
+        self.model.train()
+        if self.world > 1:
+            distributed.all_reduce(totals)
+        loss, correct, seen = totals.tolist()
+        return loss / seen, 100 * correct / seen
+
+    def autocast(self) -> torch.autocast:
+        """bf16 where the config says so."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+
+    def prepare(self, images: Tensor) -> Tensor:  # (N, C, H, W) uint8 -> float
+        """Normalised, in the layout the device likes."""
+        x = normalize(images, self.data.mean, self.data.std, torch.float32)
+        return x.contiguous(memory_format=torch.channels_last) if self.device.type == "cuda" else x
+
+    # --- the whole state ---
+
+    def state(self) -> dict[str, Any]:
+        """All of it, to go on with bit for bit on the CPU."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step.state(),
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "seconds": self.seconds,
+            "history": self.history,
+            "diverged": self.diverged,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from ``state()``."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.epoch, self.batch, self.seconds = state["epoch"], state["batch"], state["seconds"]
+        self.history, self.diverged = state["history"], state["diverged"]
+        self.step.load_state(state["step"], self.epoch)
+
+    def record(self) -> dict[str, Any]:
+        """What is worth keeping of a run, as plain JSON."""
+        curve = {
+            key: [line[key] for line in self.history]
+            for key in ("loss", "train_accuracy", "test_loss", "test_accuracy", "validation_accuracy")
+            if self.history and key in self.history[0]
+        }
+        tests = curve.get("test_accuracy", [])
+        return {
+            "config": self.config.to_json(),
+            "weights": self.weights,
+            "final": tests[-1] if tests else None,
+            "best": max(tests) if tests else None,
+            "best_epoch": 1 + tests.index(max(tests)) if tests else None,
+            "diverged": self.diverged,
+            "stopped_early": self.stopped_early(),
+            "epochs": self.epoch,
+            "seconds": round(self.seconds, 2),
+            "step": self.step.kind,
+            "curve": curve,
+            "environment": environment(),
+        }
+
+
+def layer_statistics(model: nn.Module) -> dict[str, Any]:
+    """Sigma and the lambdas of every canonical layer; all of them where they are few."""
+    layers = cpnorm.canonical_layers(model)
+    if not layers:
+        return {}
+    rows = []
+    for layer in layers.values():
+        size = layer.lambdas.detach().abs()
+        quantiles = torch.quantile(size.float(), torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0], device=size.device))
+        rows.append(torch.cat([layer.sigma.detach().reshape(1), layer.lambdas.detach().mean().reshape(1), quantiles]))
+    out = {}
+    for (name, layer), row in zip(layers.items(), torch.stack(rows).tolist(), strict=True):
+        sigma, mean, *quantiles = (float(f"{value:.5g}") for value in row)
+        out[name] = {"rank": layer.rank, "sigma": sigma, "lambda_mean": mean, "lambda_size_quartiles": quantiles}
+        if layer.rank <= SMALL_RANK:
+            out[name]["lambdas"] = [float(f"{value:.5g}") for value in layer.lambdas.tolist()]
+    return out
+
+
+# --- running one or several -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Stop:
+    """Whether to leave: after a signal, or at a deadline."""
+
+    deadline: float | None = None  # of time.monotonic()
+    reason: str = ""
+    _seen: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            self.reason = "the time limit was reached"
+        return bool(self.reason)
+
+    @contextmanager
+    def listening(self) -> Iterator[Stop]:
+        """SIGINT and SIGTERM ask for a stop; a second one is taken at its word."""
+
+        def handle(number: int, frame: Any) -> None:
+            if self._seen:
+                raise KeyboardInterrupt
+            self._seen.append(number)
+            self.reason = f"{signal.Signals(number).name} was received"
+
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        old = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+
+def fit(
+    config: Config,
+    *,
+    out: str | Path | None = None,
+    data: ImageSet | None = None,
+    options: Options | None = None,
+    model: nn.Module | None = None,
+    observers: Sequence[Observer] = (),
+    stop: Stop | None = None,
+    progress: Any = None,
+) -> Trainer:
+    """Train one run to its end, or until told to stop; with a folder it goes on where it was stopped or killed."""
+    options = options or Options()
+    data = data if data is not None else load(config.data, options.data_dir)
+    with ExitStack() as stack:
+        folder = RunFolder(out) if out is not None else None
+        if folder and process()[0] == 0:
+            stack.enter_context(folder.claimed(config))
+        trainer = Trainer(config, data, options, model=model, progress=progress)
+        drive([(trainer, folder)], observers=observers, stop=stop)
+    return trainer
+
+
+def drive(
+    runs: Sequence[tuple[Trainer, RunFolder | None]], *, observers: Sequence[Observer] = (), stop: Stop | None = None
+) -> None:
+    """Take the steps of several runs in turn, so that they share one GPU; save at intervals, at the end and on a stop."""
+    stop = stop or Stop()
+    active: list[tuple[Trainer, RunFolder | None, Iterator[bool]]] = []
+    for trainer, folder in runs:
+        if folder and (state := folder.load_checkpoint(trainer.device)):
+            trainer.load_state(state)
+        active.append((trainer, folder if trainer.rank == 0 else None, trainer.run()))
+    saved = time.monotonic()
+    with stop.listening():
+        while active and not stop:
+            for entry in list(active):
+                trainer, folder, steps = entry
+                with trainer.step.stream():
+                    epoch_done = next(steps, None)
+                if epoch_done is None:
+                    active.remove(entry)
+                    if folder:
+                        folder.finish(trainer.model, trainer.record())
+                elif epoch_done:
+                    if folder:
+                        folder.write_metrics(trainer.history)
+                    for observer in observers:
+                        observer(trainer, trainer.history[-1])
+            if time.monotonic() - saved > min(t.options.checkpoint_every for t, _ in runs):
+                _save_all(active)
+                saved = time.monotonic()
+    _save_all(active)
+
+
+def _save_all(active: Sequence[tuple[Trainer, RunFolder | None, Any]]) -> None:
+    for trainer, folder, _ in active:
+        if folder and not trainer.diverged:  # the last good checkpoint stays
+            folder.save_checkpoint(trainer.state())
+            folder.write_metrics(trainer.history)
+
+
+def process() -> tuple[int, int]:
+    """Rank and number of the processes of this run; torchrun sets the variables, the first call joins them."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return 0, 1
+    if not distributed.is_initialized():
+        distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def pick_device(asked: str | None, rank: int) -> torch.device:
+    """The GPU of this process if there is one."""
+    if asked is None:
+        asked = f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+    device = torch.device(asked)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("expected a GPU for device 'cuda', but torch sees none")
+        torch.cuda.set_device(device)
+    return device

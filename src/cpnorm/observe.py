@@ -1,0 +1,226 @@
+"""What data do to a model: the work of each layer, what its terms respond with, and what the loss says of them.
+
+Everything here runs the model in eval mode and leaves it as it was: training flags, hooks, gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from cpnorm.contract import plan
+from cpnorm.layers import CPLayer
+from cpnorm.tensor import khatri_rao, unit_columns
+
+Batch = tuple[Any, Any]  # inputs, targets
+LossFunction = Callable[[Any, Any], Tensor]
+Seen = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+
+LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside, every module's own training flag again afterwards."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+
+
+def run(model: nn.Module, inputs: Any, instead: Mapping[str, Tensor] | None = None) -> Any:
+    """The model's output, with other parameters ``instead`` of its own; a tuple of inputs is several arguments."""
+    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+    return torch.func.functional_call(model, dict(instead or {}), tuple(_beside(model, a) for a in arguments))
+
+
+def _beside(model: nn.Module, value: Any) -> Any:
+    """On the model's device, if it is a tensor."""
+    device = next((p.device for p in model.parameters()), None)
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+@torch.no_grad()
+def watch(model: nn.Module, inputs: Iterable[Any], seen: Seen) -> None:
+    """Run the model, and show ``seen`` each linear or convolutional layer with what it is called with."""
+    layers = [module for module in model.modules() if isinstance(module, LAYERS)]
+    handles = [layer.register_forward_pre_hook(seen, with_kwargs=True) for layer in layers]
+    try:
+        with evaluating(model):
+            for each in inputs:
+                run(model, each)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def identity(layer: nn.Module) -> int:
+    """The same number for canonical layers that share their terms."""
+    return id(layer.lambdas) if isinstance(layer, CPLayer) else id(layer)
+
+
+# --- work ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one example input asks of a layer, over all its calls."""
+
+    shapes: tuple[tuple[int, ...], ...] = ()  # of its inputs
+    dense: int = 0  # FLOPs with a dense weight
+    per_term: int = 0  # FLOPs of each term through the factors
+
+    def at(self, rank: int) -> int:
+        """FLOPs of the cheaper way."""
+        return min(self.dense, rank * self.per_term)
+
+
+def count_work(model: nn.Module, example_input: Any) -> dict[int, Work]:
+    """For every linear and convolutional layer that runs, by its ``identity``."""
+    work: dict[int, Work] = {}
+
+    def seen(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        shape = _batched_shape(layer, (*args, *kwargs.values())[0])
+        modes = layer.modes if isinstance(layer, CPLayer) else None
+        before = work.get(identity(layer), Work())
+        work[identity(layer)] = Work(
+            (*before.shapes, shape),
+            before.dense + plan(layer, shape, 0, modes=modes).rebuild.flops,  # at rank 0 there is nothing to rebuild
+            before.per_term + plan(layer, shape, 1, modes=modes).factors.flops,
+        )
+
+    watch(model, [example_input], seen)
+    return work
+
+
+def _batched_shape(layer: nn.Module, x: Tensor) -> tuple[int, ...]:
+    unbatched = isinstance(layer, nn.modules.conv._ConvNd) and x.ndim == len(layer.kernel_size) + 1
+    return (1, *x.shape) if unbatched else tuple(x.shape)
+
+
+# --- responses ----------------------------------------------------------------------------------------------------
+
+
+class Responses:
+    """Second moments of what a layer's terms make of its inputs, before their output vectors: z_r = (b_r o c_r o ...)(x).
+
+    The layer's output is y = sum_r scale_r a_r z_r + bias, so these moments say how far y moves when terms go, change
+    their scale or get another output vector; strides, padding and groups are all inside z. One row and column more than
+    terms: a constant 1 stands for the bias.
+    """
+
+    def __init__(self, groups: int, rank: int) -> None:
+        self.moments = torch.zeros(groups, rank + 1, rank + 1, dtype=torch.float64)  # summed over the positions seen
+
+    def add(self, z: Tensor) -> None:  # (positions, groups, R)
+        """Take more positions in."""
+        ones = z.new_ones(*z.shape[:2], 1)
+        z = torch.cat([z, ones], dim=2).transpose(0, 1)
+        self.moments = self.moments.to(z.device) + (z.mT @ z).double()
+
+
+def term_responses(model: nn.Module, inputs: Iterable[Any]) -> dict[int, Responses]:
+    """For every canonical layer that runs, by its ``identity``."""
+    found: dict[int, Responses] = {}
+
+    def seen(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not isinstance(layer, CPLayer):
+            return
+        z = _without_output_vectors(layer).forward(*args, **kwargs)
+        groups = getattr(layer, "groups", 1)
+        if not isinstance(layer, nn.Linear):
+            z = z.movedim(-1 - len(cast(nn.Conv2d, layer).kernel_size), -1)
+        positions = z.reshape(-1, groups, layer.rank).float()
+        found.setdefault(identity(layer), Responses(groups, layer.rank)).add(positions)
+
+    watch(model, inputs, seen)
+    return found
+
+
+def _without_output_vectors(layer: CPLayer) -> CPLayer:
+    """A twin of the layer whose output is z: scales of one, and each term's output vector a unit vector of its own."""
+    twin: Any = copy.copy(layer)
+    twin._parameters, twin._modules = dict(layer._parameters), dict(layer._modules)
+    rank, groups = layer.rank, getattr(layer, "groups", 1)
+    each = torch.eye(rank, dtype=layer.lambdas.dtype, device=layer.lambdas.device)
+    if isinstance(layer, nn.Linear):
+        factors = [each, *layer.factors[output_modes(layer) :]]
+        twin.out_features = rank
+        groups = 1
+    elif layer.transposed:
+        factors = [layer.factors[0], each, *layer.factors[2:]]  # all groups share the output vectors
+        groups = 1
+    else:
+        factors = [each.repeat(groups, 1), *layer.factors[1:]]
+    # The layer divides columns by their norms, which for a stack of identities is sqrt(groups).
+    twin.sigma = nn.Parameter(layer.sigma.new_tensor(math.sqrt(groups)))
+    twin.lambdas = nn.Parameter(torch.ones_like(layer.lambdas))
+    twin.factors = nn.ParameterList(factors)
+    twin.path, twin.bias = "factors", None
+    return cast(CPLayer, twin)
+
+
+def output_modes(layer: nn.Linear) -> int:
+    """How many of a canonical linear layer's modes make up its outputs."""
+    modes = cast(CPLayer, layer).modes
+    return next(n for n in range(1, len(modes)) if math.prod(modes[:n]) == layer.out_features)
+
+
+def output_vectors(layer: CPLayer) -> Tensor:  # -> (groups or 1, O / groups, R)
+    """Unit vectors that take the terms' responses to the outputs of each group."""
+    units = [unit_columns(f) for f in layer.factors]
+    if isinstance(layer, nn.Linear):
+        return khatri_rao(units[: output_modes(layer)])[None]
+    if cast(nn.modules.conv._ConvNd, layer).transposed:
+        return units[1][None]
+    return units[0].reshape(cast(nn.Conv2d, layer).groups, -1, layer.rank)
+
+
+# --- loss ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def mean_loss(
+    model: nn.Module, batches: Iterable[Batch], loss_function: LossFunction, instead: Mapping[str, Tensor] | None = None
+) -> float:
+    """Over the batches, each counted by its size; with other parameters ``instead`` of the model's own, by name."""
+    total, count = 0.0, 0
+    with evaluating(model):
+        for inputs, targets in batches:
+            total += loss_function(run(model, inputs, instead), _beside(model, targets)).item() * len(targets)
+            count += len(targets)
+    return total / count
+
+
+def taylor_scores(
+    model: nn.Module, layers: Mapping[str, CPLayer], batches: Iterable[Batch], loss_function: LossFunction
+) -> dict[str, Tensor]:
+    """|lambda * dL/dlambda| of every term, averaged over the batches: what the loss would feel of its absence.
+
+    The absolute value is taken per batch, since over all data the gradient of a trained network is about zero.
+    """
+    lambdas = {f"{name}.lambdas".lstrip("."): layer.lambdas.detach().clone() for name, layer in layers.items()}
+    scores = [torch.zeros_like(values, dtype=torch.float64) for values in lambdas.values()]
+    with evaluating(model), torch.enable_grad():
+        for values in lambdas.values():
+            values.requires_grad_()
+        for inputs, targets in batches:
+            loss = loss_function(run(model, inputs, lambdas), _beside(model, targets))
+            if not loss.requires_grad:
+                raise ValueError("expected a differentiable loss function for criterion='taylor'")
+            gradients = torch.autograd.grad(loss, list(lambdas.values()), allow_unused=True)
+            for score, values, gradient in zip(scores, lambdas.values(), gradients, strict=True):
+                if gradient is not None:
+                    score += (values.detach() * gradient).abs()
+    return dict(zip(layers, scores, strict=True))
+
