@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -100,7 +101,7 @@ def _hull_slopes(x: Sequence[float], y: Sequence[float]) -> list[float]:
         while len(corners) > 1 and slope(corners[-2], corners[-1]) >= slope(corners[-1], point):
             corners.pop()
         corners.append(point)
-    return [slope(i, j) for i, j in zip(corners, corners[1:], strict=False) for _ in range(j - i)]
+    return [slope(i, j) for i, j in pairwise(corners) for _ in range(j - i)]
 
 
 def spend(sequence: Sequence[str], saved: Mapping[str, Sequence[float]], excess: float) -> dict[str, int]:
@@ -127,7 +128,7 @@ def spend(sequence: Sequence[str], saved: Mapping[str, Sequence[float]], excess:
     return dropped
 
 
-def follow(sequence: Sequence[str], names: Sequence[str], steps: int) -> dict[str, int]:
+def follow(sequence: Sequence[str], names: Iterable[str], steps: int) -> dict[str, int]:
     """Terms dropped in each layer after so many steps."""
     return {name: sequence[:steps].count(name) for name in names}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ from cpnorm.observe import (
 from cpnorm.optimizers import cut_states
 from cpnorm.refit import REFITS, Fitted, fit, output_overlaps
 from cpnorm.summary import LayerReport, Report, count_weights
+from cpnorm.tensor import CPTensor
 
 CRITERIA = ("lambda", "gram", "taylor")
 
@@ -208,11 +210,11 @@ def _choose(
     if budget == "rate":
         return {name: layer.rank - budgets.terms_to_keep(layer.rank, amount) for name, layer in layers.items()}
     if budget == "ranks":
-        return {name: layer.rank - keep for (name, layer), keep in zip(layers.items(), _ranks(amount, layers), strict=True)}
+        return {name: layers[name].rank - rank for name, rank in _ranks(amount, layers).items()}
 
     if budget == "flops":
         total = _all_flops(model, work)
-        saved = {name: _flops_saved(layer.rank, work[identity(layer)]) for name, layer in layers.items()}
+        saved = {name: _flops_saved(layer.rank, work.get(identity(layer), Work())) for name, layer in layers.items()}
     else:
         total = count_weights(model)
         saved = {name: [n * (1 + sum(layer.modes)) for n in range(layer.rank)] for name, layer in layers.items()}
@@ -231,14 +233,14 @@ def _choose(
     return budgets.follow(sequence, layers, steps)
 
 
-def _ranks(ranks: int | Mapping[str, int], layers: Mapping[str, CPLayer]) -> list[int]:
+def _ranks(ranks: int | Mapping[str, int], layers: Mapping[str, CPLayer]) -> Mapping[str, int]:
     named = ranks if isinstance(ranks, Mapping) else {name: min(ranks, layer.rank) for name, layer in layers.items()}
     if unknown := [name for name in named if name not in layers]:
         raise ValueError(f"ranks names layers that are not there to truncate: {', '.join(unknown)}")
     for name, rank in named.items():
         if not 1 <= rank <= layers[name].rank:
             raise ValueError(f"expected 1 <= rank <= {layers[name].rank}, got {rank} for {name or 'the layer'}")
-    return [named.get(name, layer.rank) for name, layer in layers.items()]
+    return named
 
 
 def _flops_saved(rank: int, work: Work) -> list[int]:
@@ -265,20 +267,41 @@ def _report(
 ) -> Report:
     rows = []
     for name, layer in layers.items():
-        after = forms[name].cp if name in forms else layer.cp
+        before, after = layer.cp, forms[name].cp if name in forms else layer.cp
         each = work.get(identity(layer))
         rows.append(
             LayerReport(
                 name=name,
-                rank_before=layer.rank,
+                rank_before=before.rank,
                 rank_after=after.rank,
-                weights_before=layer.cp.numel(),
+                weights_before=before.numel(),
                 weights_after=after.numel(),
-                weights_dense=math.prod(layer.modes),
-                flops_before=each.at(layer.rank) if each else None,
+                weights_dense=math.prod(before.shape),
+                flops_before=each.at(before.rank) if each else None,
                 flops_after=each.at(after.rank) if each else None,
                 flops_dense=each.dense if each else None,
-                energy=_energy_kept(layer, after) if name in forms else 1.0,
+                energy=_energy_kept(before, after) if name in forms else 1.0,
             )
         )
-    ...
+    weights = count_weights(model)
+    plain = weights - sum(layer.cp.numel() for layer in canonical_layers(model).values())
+    after_ranks = {identity(layers[name]): form.cp.rank for name, form in forms.items()}
+    return Report(
+        budget=how,
+        layers=tuple(rows),
+        weights_before=weights,
+        weights_after=weights - sum(row.weights_before - row.weights_after for row in rows),
+        weights_dense=plain + sum(math.prod(layer.modes) for layer in canonical_layers(model).values()),
+        flops_before=_all_flops(model, work) if work else None,
+        flops_after=_all_flops(model, work, after_ranks) if work else None,
+        flops_dense=sum(each.dense for each in work.values()) if work else None,
+        energy=sum(row.energy for row in rows) / len(rows),
+        loss_before=loss_before,
+        loss_after=loss_after,
+    )
+
+
+def _energy_kept(before: CPTensor, after: CPTensor) -> float:
+    old, new = before.to(torch.float64).to_dense(), after.to(torch.float64).to_dense()
+    whole = old.square().sum().item()
+    return 1 - (old - new).square().sum().item() / whole if whole else 1.0

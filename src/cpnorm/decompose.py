@@ -169,7 +169,7 @@ def cp_als(
         start = (cp_power if init == "power" else cp_exact)(dense, rank, generator=generator)
     else:
         raise ValueError(f"expected init to be 'random', 'power', 'exact' or a CPTensor, got {init!r}")
-    fitted, _ = _als(dense, start, sweeps=sweeps, tolerance=tolerance, ridge=ridge)
+    fitted = _als(dense, start, sweeps=sweeps, tolerance=tolerance, ridge=ridge)
     fitted = fitted.select(fitted.lambdas.argsort(descending=True, stable=True))
     return _as_given(weight, scale, fitted.lambdas, fitted.factors)
 
@@ -186,11 +186,78 @@ def estimate_rank(
     weight: Tensor,
     fit: float = 0.99,
     *,
-    sweeps: int = 40,
+    sweeps: int = 50,
     generator: torch.Generator | None = None,
     progress: Progress | None = None,
 ) -> RankEstimate:
-    raise NotImplementedError
+    """The rank at which alternating least squares reaches the fit, and the curve of fit against rank on the way there.
+
+    The paper lets the rank grow until the fit is near 1. Here it grows in sixteenths of the exact rank (below the first
+    of them in powers of two), each time from the terms found before and new ones from what they leave over, and then
+    bisects the last step. Each rank gets so many ``sweeps`` at most; more may find a lower rank. For a matrix
+    the singular values give the answer at once; ``fit=1`` asks for its numerical rank. The curve ends at the exact rank.
+
+    >>> weight = cp_power(torch.randn(16, 8, 3, 3), 6).to_dense()
+    >>> estimate_rank(weight, generator=torch.Generator().manual_seed(0)).rank
+    6
+    """
+    dense, scale = _scaled(weight)
+    if not 0 < fit <= 1 or sweeps < 1:
+        raise ValueError(f"expected 0 < fit <= 1 and sweeps >= 1, got {fit} and {sweeps}")
+    bound = exact_rank(dense.shape)
+    largest_error = 1 - fit + max(dense.shape) * torch.finfo(dense.dtype).eps  # a fit of 1 up to rounding is one
+    if scale == 0:
+        return RankEstimate(1, [(1, 1.0)])
+    if sum(d > 1 for d in dense.shape) <= 2:
+        tails = cp_exact(dense).lambdas.double().square().flip(0).cumsum(0).flip(0)  # of terms r, r + 1, ...
+        errors = {r: math.sqrt(tail) for r, tail in enumerate([*tails.tolist()[1:], 0.0], start=1)}
+    else:
+        errors = _errors_by_growth(dense, bound, largest_error, sweeps, generator, progress)
+    rank = min(r for r, error in errors.items() if error <= largest_error)
+    curve, best = [], 0.0
+    for r in sorted(errors):
+        best = max(best, 1 - errors[r])  # what fewer terms reach, more terms reach
+        curve.append((r, best))
+    return RankEstimate(rank, curve)
+
+
+def _errors_by_growth(
+    dense: Tensor,
+    bound: int,
+    largest_error: float,
+    sweeps: int,
+    generator: torch.Generator | None,
+    progress: Progress | None,
+) -> dict[int, float]:
+    """Relative errors by rank, of growing ranks and then of those that halve the last step."""
+    steps = 16
+    doubling = [2**k for k in range(bound.bit_length()) if 2**k * steps < bound]
+    grid = sorted({*doubling, *(-(-bound * k // steps) for k in range(1, steps))})
+    total = len(grid) + (bound // steps).bit_length()
+    below = CPTensor.from_terms(dense.new_zeros(0), [dense.new_zeros(d, 0) for d in dense.shape])
+    errors = {bound: 0.0}
+    low, high = 0, bound
+    while high - low > 1:
+        ahead = [r for r in grid if low < r < high]
+        rank = ahead[0] if high == bound and ahead else (low + high) // 2
+        left_over = dense - below.to_dense()
+        new = cp_power(left_over, rank - low, iterations=3, generator=generator)
+        start = CPTensor.from_terms(
+            torch.cat([below.lambdas, new.lambdas]),
+            [torch.cat(pair, 1) for pair in zip(below.factors, new.factors, strict=True)],
+        )
+        # A little beyond, since the error that a sweep tells is rounded more than the true one below.
+        grown = _als(dense, start, sweeps=sweeps, tolerance=1e-5, ridge=0.1, enough=0.98 * largest_error)
+        errors[rank] = torch.linalg.vector_norm(dense - grown.to_dense()).item()
+        if errors[rank] <= largest_error:
+            high = rank
+        else:
+            low, below = rank, grown
+        if progress:
+            progress(min(len(errors) - 1, total), total)
+    if progress:
+        progress(total, total)
+    return errors
 
 
 def _svd_of_wide(slices: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # (K, d, D), d <= D -> (K, d, d), (K, d), (K, d, D)
@@ -250,13 +317,12 @@ def _repeat(step: Callable[[], None], times: int, device: torch.device, progress
 
 def _als(
     dense: Tensor, start: CPTensor, *, sweeps: int, tolerance: float, ridge: float, enough: float = 0.0
-) -> tuple[CPTensor, float]:
-    """Sweeps over a ``dense`` of norm 1; returns the terms and their error, which a sweep gets almost for free."""
+) -> CPTensor:
+    """Sweeps over a ``dense`` of norm 1, until the error is less than ``enough`` or no longer falls."""
     epsilon = torch.finfo(dense.dtype).eps
     error = min(torch.linalg.vector_norm(dense - start.to_dense()).item(), 1.0)
     order = sorted(range(dense.ndim), key=lambda mode: -dense.shape[mode])
-    matrix = dense.permute(order).reshape(dense.shape[order[0]], -1).contiguous()
-    transposed = matrix.mT.contiguous()
+    matrix = dense.permute(order).reshape(dense.shape[order[0]], -1)
     factors, lambdas = [start.factors[mode] for mode in order], start.sigma * start.lambdas
     grams = [f.mT @ f for f in factors]
     for _ in range(sweeps):
@@ -267,7 +333,7 @@ def _als(
             if mode == 0:
                 projected = matrix @ khatri_rao(factors[1:])
             else:
-                rest = transposed @ factors[0] if mode == 1 else (rest * factors[mode - 1][:, None]).sum(0)
+                rest = matrix.mT @ factors[0] if mode == 1 else (rest * factors[mode - 1][:, None]).sum(0)
                 rest = rest.view(len(factors[mode]), -1, start.rank)
                 projected = (rest * khatri_rao(factors[mode + 1 :])).sum(1) if mode + 1 < len(factors) else rest[:, 0]
             normal = reduce(torch.mul, grams[:mode] + grams[mode + 1 :])
@@ -280,7 +346,7 @@ def _als(
         previous, error = error, math.sqrt(max(1 - 2 * inner.item() + norm.item(), 0))
         if previous - error < tolerance:
             break
-    return CPTensor.from_terms(lambdas, [factors[order.index(mode)] for mode in range(dense.ndim)]), error
+    return CPTensor.from_terms(lambdas, [factors[order.index(mode)] for mode in range(dense.ndim)])
 
 
 def _solve_damped(normal: Tensor, right: Tensor, damping: float) -> Tensor:  # (R, R), (d, R) -> (d, R)

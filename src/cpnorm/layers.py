@@ -122,7 +122,7 @@ class CPLayer(nn.Module):
     def _terms(self) -> tuple[Tensor, list[Tensor]]:  # (R,), [(d_i, R)]
         scales = self.sigma * self.lambdas
         if self.columns_are_unit:
-            scales, *factors = UnitTerms.apply(scales, *self.factors)
+            scales, *factors = UnitTerms.apply(scales, *[f for f in self.factors])  # torch.compile cannot unpack the list
             return scales, factors
         return scales, [unit_columns(f) for f in self.factors]
 

@@ -112,7 +112,7 @@ def _batched_shape(layer: nn.Module, x: Tensor) -> tuple[int, ...]:
 
 
 class Responses:
-    """Second moments of what a layer's terms make of its inputs, before their output vectors: z_r = (b_r o c_r o ...)(x).
+    """Second moments of z_r = (b_r o c_r o ...)(x), what terms make of the input before their output vectors.
 
     The layer's output is y = sum_r scale_r a_r z_r + bias, so these moments say how far y moves when terms go, change
     their scale or get another output vector; strides, padding and groups are all inside z. One row and column more than
@@ -223,4 +223,3 @@ def taylor_scores(
                 if gradient is not None:
                     score += (values.detach() * gradient).abs()
     return dict(zip(layers, scores, strict=True))
-

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import reduce
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +15,34 @@ from cpnorm.layers import CPLayer
 from cpnorm.observe import Responses, output_modes, output_vectors
 from cpnorm.tensor import CPTensor
 
+REFITS = ("none", "lambdas", "als", "outputs")
 RIDGE = 1e-6  # of the mean diagonal: for terms so alike that their shares are not determined
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """What a layer should hold after a truncation."""
+
+    cp: CPTensor
+    kept: Tensor | None  # which of the old terms these are; None for new ones
+    bias: Tensor | None = None  # None: the old one
+
+    def named(self, layer: str) -> Iterator[tuple[str, Tensor]]:
+        """As parameters of a model in which the layer has this name."""
+        values = {"sigma": self.cp.sigma, "lambdas": self.cp.lambdas}
+        values |= {f"factors.{mode}": factor for mode, factor in enumerate(self.cp.factors)}
+        values |= {} if self.bias is None else {"bias": self.bias}
+        return ((f"{layer}.{key}" if layer else key, value) for key, value in values.items())
+
+
+def fit(layer: CPLayer, kept: Tensor, refit: str, responses: Responses | None) -> Fitted:
+    """The kept terms of a layer, after this refit."""
+    cp, kept = layer.cp, kept.to(layer.lambdas.device)
+    if refit == "outputs" and responses is not None:
+        return refit_outputs(layer, kept, responses)
+    if refit == "als":
+        return Fitted(refit_als(cp, kept), None)
+    return Fitted(refit_lambdas(cp, kept) if refit == "lambdas" else cp.select(kept), kept)
 
 
 def refit_lambdas(cp: CPTensor, kept: Tensor, overlaps: Tensor | None = None) -> CPTensor:
@@ -38,36 +68,37 @@ def refit_als(cp: CPTensor, kept: Tensor, sweeps: int = 10) -> CPTensor:
     return CPTensor(cp.sigma, fitted.lambdas * (fitted.sigma / cp.sigma), fitted.factors)
 
 
-def refit_outputs(layer: CPLayer, cp: CPTensor, kept: Tensor, responses: Responses) -> tuple[CPTensor, Tensor | None]:
-    """The kept terms with the output vectors, and the bias, of least squared error against the old layer's outputs.
+def refit_outputs(layer: CPLayer, kept: Tensor, responses: Responses) -> Fitted:
+    """The kept terms with the output vectors and the bias of least squared error against the layer's old outputs.
 
-    y = B z with z what the terms make of the input and B their scaled output vectors: a linear regression of the part
-    that went, B_gone z_gone, on the z that stays. A linear layer whose outputs are several modes has no free output
-    vectors; its lambdas are refitted in the same sense.
+    y = B z with z what the terms make of the input and B their scaled output vectors, so that this is a regression of
+    what went, B_gone z_gone, on the z that stays. A linear layer whose outputs are several modes has no free output
+    vectors: its lambdas alone are refitted, in the same sense.
     """
-    wide, gone = cp.to(torch.float64), _others(kept, cp.rank)
-    outputs = output_vectors(layer).double()  # (G, O / G, R)
+    cp = layer.cp.to(torch.float64)
     if isinstance(layer, nn.Linear) and output_modes(layer) > 1:
-        return refit_lambdas(cp, kept, output_overlaps(layer, responses)), None
+        return Fitted(refit_lambdas(layer.cp, kept, output_overlaps(layer, responses)), kept)
+    gone, scales = _others(kept, cp.rank), cp.sigma * cp.lambdas
+    outputs = output_vectors(layer).double() * scales  # (G, O / G, R)
     moments = responses.moments.to(outputs.device)
     if len(moments) > len(outputs):  # groups that share their output vectors
         moments = moments.sum(0, keepdim=True)
-    stays = kept if layer.bias is None else torch.cat([kept, kept.new_tensor([cp.rank])])  # the constant comes last
-    scales = wide.sigma * wide.lambdas
-    lost = (outputs * scales)[:, :, gone] @ moments[:, gone][:, :, stays]  # (G, O / G, S)
+    bias = cast(Tensor | None, layer.bias)
+    stays = kept if bias is None else torch.cat([kept, kept.new_tensor([cp.rank])])  # the constant is the last row
+    lost = outputs[:, :, gone] @ moments[:, gone][:, :, stays]  # (G, O / G, S)
     change = _solve(moments[:, stays][:, :, stays], lost.mT).mT
-    columns = change[:, :, : len(kept)].flatten(0, 1)  # (O, r)
+    if bias is not None:
+        shift = change[:, :, -1].flatten()
+        bias = (bias.double() + shift.repeat(len(bias) // len(shift))).to(bias.dtype)
 
-    mode = 1 if getattr(layer, "transposed", False) else 0
-    left = wide.select(kept)
     # A term of scale 0 may come to life: it starts from a zero vector at scale 1.
     alive = scales[kept] != 0
-    anchor = torch.where(alive, scales[kept], 1.0)
-    factors = list(left.factors)
-    factors[mode] = torch.where(alive, factors[mode], 0.0) + columns / anchor
-    refitted = CPTensor(wide.sigma, torch.where(alive, left.lambdas, 1 / wide.sigma), tuple(factors)).normalize()
-    bias = None if layer.bias is None else (layer.bias.double() + change[:, :, -1].flatten()).to(layer.bias.dtype)
-    return refitted.to(cp.lambdas.dtype), bias
+    mode = 1 if getattr(layer, "transposed", False) else 0
+    factors = [f[:, kept] for f in cp.factors]
+    columns = change[:, :, : len(kept)].flatten(0, 1) / torch.where(alive, scales[kept], 1.0)  # (O, r)
+    factors[mode] = torch.where(alive, factors[mode], 0.0) + columns
+    lambdas = torch.where(alive, cp.lambdas[kept], 1 / cp.sigma)
+    return Fitted(CPTensor(cp.sigma, lambdas, tuple(factors)).normalize().to(layer.lambdas.dtype), kept, bias)
 
 
 def output_overlaps(layer: CPLayer, responses: Responses) -> Tensor:  # -> (R, R)

@@ -81,7 +81,20 @@ class Summary:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        header = "layer,kind,shape,rank,exact,weights,dense,share,MFLOP,dense MFLOP,path,|λ|,max,median,min,".split(",")
+        header = [
+            "layer",
+            "kind",
+            "shape",
+            "rank",
+            "exact",
+            "weights",
+            "dense",
+            "share",
+            "MFLOP",
+            "dense MFLOP",
+            "path",
+        ]
+        header += ["|λ|", "max", "median", "min", ""]
         here, dense = (sum(sizes) for sizes in zip(*((s.weights, s.weights_dense) for s in self.layers), strict=True))
         rows = [layer._cells() for layer in self.layers]
         rows.append(["all else", "", "", "", "", f"{self.weights - here:,}", f"{self.weights_dense - dense:,}"])
@@ -199,7 +212,8 @@ class Report:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        header = "layer,rank,kept,weights,kept,of before,of dense,MFLOP,kept,of dense,energy".split(",")
+        header = ["layer", "rank", "kept", "weights", "kept", "of before", "of dense"]
+        header += ["MFLOP", "kept", "of dense", "energy"]
         total = [
             "in all",
             f"{sum(layer.rank_before for layer in self.layers):,}",

@@ -27,8 +27,8 @@ def batch_loss(
     model: nn.Module,
     images: Tensor,  # (N, C, H, W) uint8
     labels: Tensor,  # (N,)
-    mean: Tensor,  # (C,)
-    std: Tensor,
+    mean: tuple[float, ...],  # (C,)
+    std: tuple[float, ...],
     mode: Any,
     smoothing: float,
     precision: str,
@@ -89,8 +89,7 @@ class Step:
         mode = config.augment
         if mode == "auto":
             mode = "crop-flip" if config.data in ("cifar10", "svhn") else "none"
-        statistics = (torch.tensor(values, device=self.device) for values in (data.mean, data.std))
-        self.recipe = (*statistics, mode, config.label_smoothing, precision)
+        self.recipe = (data.mean, data.std, mode, config.label_smoothing, precision)
         self.runner: nn.Module = DistributedDataParallel(model) if world > 1 else model
         layers = cpnorm.canonical_layers(model).values()
         self.renormalize = renormalizer(cpnorm.renormalize(model)) if layers and config.renormalize else None
@@ -191,8 +190,10 @@ class Step:
                 self.kind = self.kind if plain else kind
                 return
             except Exception as error:  # any of a dozen kinds, from the compiler down to the driver
-                reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
-                log.warning("training step not %s: %s: %s", kind, type(error).__name__, reason)
+                cause: BaseException = error
+                while cause.__context__ is not None:  # what broke a capture is reported only as its context
+                    cause = cause.__context__
+                log.warning("training step not %s: %s", kind, "; ".join(str(cause).split("\n")[:3]) or repr(cause))
             finally:
                 torch.cuda.synchronize()
                 self._restore(before)

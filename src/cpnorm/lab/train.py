@@ -75,7 +75,7 @@ def make_optimizer(config: Config, model: nn.Module, device: torch.device) -> to
             parameters, lr, momentum=config.momentum, weight_decay=decay, capturable=gpu, foreach=True
         )
     kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
-    return kind(parameters, lr, weight_decay=decay, fused=gpu or None)
+    return kind(parameters, lr, weight_decay=decay, fused=gpu or None, capturable=gpu)
 
 
 def learning_rate(config: Config, progress: float) -> float:
@@ -419,5 +419,6 @@ def pick_device(asked: str | None, rank: int) -> torch.device:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError("expected a GPU for device 'cuda', but torch sees none")
+        device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     return device
