@@ -70,10 +70,10 @@ def cp_power(
 ) -> CPTensor:
     """The paper's greedy tensor power method: find a large rank-one term, subtract it, go on with what is left.
 
-    A pool of ``restarts`` candidates makes ``iterations`` sweeps over the modes as one batch of matrix products, and the
-    best becomes the next term. The others stay in the pool, since a subtracted term hardly moves them; the best, and
-    those that had come to the same term, start again at random. Lambdas are never negative; terms are in the order found,
-    so that the first r of them are the greedy approximation of rank r. For a matrix the method is the singular
+    A pool of ``restarts`` candidates makes ``iterations`` sweeps over the modes as one batch of matrix products, and
+    the best becomes the next term. The others stay in the pool, since a subtracted term hardly moves them; the best,
+    and those that had come to the same term, start again at random. Lambdas are never negative; terms are in the order
+    found, so that the first r of them are the greedy approximation of rank r. For a matrix the method is the singular
     value decomposition, and that is what is computed.
 
     >>> weight = torch.randn(16, 8, 3, 3)
@@ -151,9 +151,7 @@ def cp_als(
     dense, scale = _scaled(weight)
     rank = _checked_rank(rank, weight)
     if sweeps < 1 or tolerance < 0 or ridge < 0:
-        raise ValueError(
-            f"expected sweeps >= 1, tolerance >= 0 and ridge >= 0, got {sweeps}, {tolerance} and {ridge}"
-        )
+        raise ValueError(f"expected sweeps >= 1, tolerance >= 0 and ridge >= 0, got {sweeps}, {tolerance} and {ridge}")
     if scale == 0:
         return cp_exact(weight, rank, generator=generator)
     if isinstance(init, CPTensor):
@@ -194,8 +192,8 @@ def estimate_rank(
 
     The paper lets the rank grow until the fit is near 1. Here it grows in sixteenths of the exact rank (below the first
     of them in powers of two), each time from the terms found before and new ones from what they leave over, and then
-    bisects the last step. Each rank gets so many ``sweeps`` at most; more may find a lower rank. For a matrix
-    the singular values give the answer at once; ``fit=1`` asks for its numerical rank. The curve ends at the exact rank.
+    bisects the last step. Each rank gets so many ``sweeps`` at most; more may find a lower rank. For a matrix the
+    singular values give the answer at once, and ``fit=1`` asks for its numerical rank. The curve ends at the exact rank.
 
     >>> weight = cp_power(torch.randn(16, 8, 3, 3), 6).to_dense()
     >>> estimate_rank(weight, generator=torch.Generator().manual_seed(0)).rank
@@ -325,22 +323,24 @@ def _als(
     matrix = dense.permute(order).reshape(dense.shape[order[0]], -1)
     factors, lambdas = [start.factors[mode] for mode in order], start.sigma * start.lambdas
     grams = [f.mT @ f for f in factors]
+    one = dense.new_ones(1, start.rank)
     for _ in range(sweeps):
         if error**2 <= 10 * epsilon or error < enough:
             break
-        damping = ridge * error**2
+        damping, rest = ridge * error**2, matrix
         for mode in range(len(factors)):
+            others = khatri_rao([*factors[mode + 1 :], one])
             if mode == 0:
-                projected = matrix @ khatri_rao(factors[1:])
+                projected = matrix @ others  # (d, R)
             else:
-                rest = matrix.mT @ factors[0] if mode == 1 else (rest * factors[mode - 1][:, None]).sum(0)
                 rest = rest.view(len(factors[mode]), -1, start.rank)
-                projected = (rest * khatri_rao(factors[mode + 1 :])).sum(1) if mode + 1 < len(factors) else rest[:, 0]
+                projected = (rest * others).sum(1)
             normal = reduce(torch.mul, grams[:mode] + grams[mode + 1 :])
             solved = _solve_damped(normal, projected, damping)
             units, lambdas = _unit_rows(solved.mT)
-            factors[mode] = units.mT
-            grams[mode] = units @ units.mT
+            factors[mode], grams[mode] = units.mT, units @ units.mT
+            # The largest mode is contracted by one matrix product for all modes behind it; these are small.
+            rest = matrix.mT @ factors[0] if mode == 0 else (rest * factors[mode][:, None]).sum(0)
         inner = (projected * solved).sum(dtype=torch.float64)
         norm = torch.einsum("r,rs,s->", lambdas.double(), (normal * grams[-1]).double(), lambdas.double())
         previous, error = error, math.sqrt(max(1 - 2 * inner.item() + norm.item(), 0))
