@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # The constraint is in force from the first call on: another torch would pull in gigabytes.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4
+
 .PHONY: demo test test-slow bench bench-gpu lint format clean
 .DELETE_ON_ERROR:
 
@@ -12,16 +14,17 @@ demo: $(VENV)/lab.stamp
 	$(BIN)/cpnorm demo
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 bench: $(VENV)/dev.stamp
-	set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script; done
 
 bench-gpu: $(VENV)/dev.stamp
-	set -e; for script in benchmarks/gpu_*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	set -e; for script in $$(grep -l -e --device benchmarks/*.py); do \
+	    echo "== $$script"; $(BIN)/python $$script --device cuda; done
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

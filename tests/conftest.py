@@ -1,4 +1,4 @@
-"""What every test starts from: fixed seeds, repeatable examples, and skips that say why."""
+"""What every test starts from: one thread, fixed seeds, repeatable examples, and skips that say why."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import os
 import pytest
 import torch
 from hypothesis import settings
+
+# One thread each, here and in the processes that tests start: on small tensors more only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=40)
 settings.register_profile("explore", deadline=None, max_examples=1000)  # HYPOTHESIS_PROFILE=explore looks for new cases
