@@ -259,7 +259,7 @@ def normalize(
 
     def per_channel(values: Sequence[float]) -> Tensor:  # (C, 1, 1)
         # Filled on the device: a copy from the host would wait for it, and cannot be captured in a CUDA graph.
-        return torch.stack([torch.full((1, 1), value, device=images.device) for value in values])
+        return torch.stack([torch.full((1, 1), value, dtype=torch.float32, device=images.device) for value in values])
 
     return ((images - per_channel(mean)) / per_channel(std)).to(dtype)
 
@@ -282,9 +282,6 @@ def augment(images: Tensor, mode: Augmentation, generator: torch.Generator | Non
         mirrored = torch.randint(2, (count, 1), generator=generator, device=device, dtype=torch.bool)
         columns = torch.where(mirrored, width - 1 - columns, columns)
     columns = corner[1] + columns  # (N, W)
-    padded = F.pad(images, (PADDING, PADDING, PADDING, PADDING))
-    index = (
-        torch.arange(count, device=device)[:, None, None, None],
-        torch.arange(channels, device=device)[:, None, None],
-    )
-    return padded[*index, rows[:, None, :, None], columns[:, None, None, :]]
+    padded = F.pad(images, (PADDING, PADDING, PADDING, PADDING)).flatten(2)
+    place = (rows[:, :, None] * (width + 2 * PADDING) + columns[:, None, :]).flatten(1)  # of every pixel, in padded
+    return padded.gather(2, place[:, None].expand(-1, channels, -1)).view(images.shape)
