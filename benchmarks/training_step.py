@@ -4,7 +4,7 @@
 AlexNet-like network on random images of CIFAR-10's size; methods take turns within one run; median of the rounds.
 
     python benchmarks/training_step.py                      # CPU, batch 128
-    python benchmarks/training_step.py --device cuda        # compiled and captured, batch 64 and 128, 1 to 8 runs at once
+    python benchmarks/training_step.py --device cuda        # compiled, captured, batch 64 and 128, 1 to 8 runs at once
 """
 
 from __future__ import annotations
@@ -115,7 +115,13 @@ def main() -> None:
                 group = [trainer(name, batch, data, args.device, seed) for seed in range(together)]
                 steps(group, 20)
                 each = min(1000 * steps(group, 100) / (100 * together) for _ in range(3))
-                row = {"batch": batch, "method": name, "at_once": together, "ms": each, "ratio": each / medians["plain"]}
+                row = {
+                    "batch": batch,
+                    "method": name,
+                    "at_once": together,
+                    "ms": each,
+                    "ratio": each / medians["plain"],
+                }
                 results.append(row)
                 print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
                 del group

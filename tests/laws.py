@@ -68,7 +68,9 @@ def close(got: Tensor, expected: Tensor, relative: float) -> None:
     assert error <= relative, f"relative error {error:.2e} is above {relative:.0e}"
 
 
-def canonical(case: Case, dtype: torch.dtype = torch.float64, rank: int | str = "exact", init: str = "exact") -> nn.Module:
+def canonical(
+    case: Case, dtype: torch.dtype = torch.float64, rank: int | str = "exact", init: str = "exact"
+) -> nn.Module:
     return cpnorm.canonical_norm(case.layer(dtype), rank, init, generator=torch.Generator().manual_seed(2))
 
 
@@ -84,7 +86,7 @@ def law_exact_init(case: Case, dtype: torch.dtype, relative: float) -> None:
 def law_paths_agree(case: Case) -> None:
     """2. Every path equals the dense oracle, in values and in all gradients."""
     layer = canonical(case, rank=4, init="kaiming_normal")
-    parameters = [p for p in layer.parameters()]
+    parameters = list(layer.parameters())
     x = case.input().requires_grad_()
     torch.manual_seed(3)
 

@@ -51,7 +51,9 @@ def test_gradcheck(case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
-@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("linear", "conv2d", "transpose2d")], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.name in ("linear", "conv2d", "transpose2d")], ids=lambda c: c.name
+)
 def test_half_precision_and_autocast(case: Case, dtype: torch.dtype) -> None:
     x = case.input(torch.float32)
     expected = case.layer(torch.float32)(x)
@@ -70,7 +72,9 @@ def test_half_precision_and_autocast(case: Case, dtype: torch.dtype) -> None:
     assert laws.canonical(case, dtype).lambdas.dtype == dtype
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("linear", "conv2d", "transpose2d")], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.name in ("linear", "conv2d", "transpose2d")], ids=lambda c: c.name
+)
 @pytest.mark.parametrize("path", ["auto", *laws.PATHS])
 def test_compiles_without_a_graph_break(case: Case, path: str) -> None:
     layer = laws.canonical(case, torch.float32)

@@ -1,9 +1,9 @@
 """Neural networks in canonical form: weights kept, trained and normalised as sums of weighted rank-one terms."""
 
 from cpnorm._version import __version__
-from cpnorm.tensor import CPTensor
-from cpnorm.decompose import RankEstimate, cp_als, cp_exact, cp_power, estimate_rank
 from cpnorm.contract import Plan, plan
+from cpnorm.convert import canonical_layers, canonical_norm, fold, renormalize, renormalize_after, renormalize_terms
+from cpnorm.decompose import RankEstimate, cp_als, cp_exact, cp_power, estimate_rank
 from cpnorm.layers import (
     CPConv1d,
     CPConv2d,
@@ -14,30 +14,30 @@ from cpnorm.layers import (
     CPLayer,
     CPLinear,
 )
-from cpnorm.convert import canonical_layers, canonical_norm, fold, renormalize, renormalize_after, renormalize_terms
+from cpnorm.tensor import CPTensor
 
 __all__ = [
-    "__version__",
-    "CPTensor",
-    "cp_exact",
-    "cp_power",
-    "cp_als",
-    "estimate_rank",
-    "RankEstimate",
-    "Plan",
-    "plan",
-    "CPLayer",
-    "CPLinear",
     "CPConv1d",
     "CPConv2d",
     "CPConv3d",
     "CPConvTranspose1d",
     "CPConvTranspose2d",
     "CPConvTranspose3d",
-    "canonical_norm",
+    "CPLayer",
+    "CPLinear",
+    "CPTensor",
+    "Plan",
+    "RankEstimate",
+    "__version__",
     "canonical_layers",
+    "canonical_norm",
+    "cp_als",
+    "cp_exact",
+    "cp_power",
+    "estimate_rank",
+    "fold",
+    "plan",
     "renormalize",
     "renormalize_after",
     "renormalize_terms",
-    "fold",
 ]

@@ -167,7 +167,9 @@ def plan(
         # The input's 1x1 runs at the input's size for a convolution, and the output's at the output's.
         thin = 2 * rank * (positions * inputs + positions_out * outputs)
         depthwise = 2 * dense_positions * groups * rank * kernel
-        factors = cost(thin, depthwise, 2 * groups * rank * (positions + positions_out) + activations + rank * sum(weight))
+        factors = cost(
+            thin, depthwise, 2 * groups * rank * (positions + positions_out) + activations + rank * sum(weight)
+        )
     else:
         thin = 2 * positions * rank * (inputs + outputs)
         factors = cost(thin, 0, rank * (inputs + outputs + 2 * positions) + activations)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeVar, cast
 
@@ -138,7 +138,11 @@ def renormalize_after(optimizer: torch.optim.Optimizer, model: nn.Module) -> Rem
     """
     if not canonical_layers(model):
         raise ValueError(f"{type(model).__name__} has no canonical layer to renormalise")
-    return optimizer.register_step_post_hook(lambda *_: renormalize(model) and None)
+
+    def hook(*_: object) -> None:
+        renormalize(model)
+
+    return optimizer.register_step_post_hook(hook)
 
 
 def fold(model: Module) -> Module:
@@ -155,10 +159,11 @@ def fold(model: Module) -> Module:
             del module._parameters[name]
         del module._modules["factors"]
         del module.modes, module.path, module.columns_are_unit
-        module.__class__ = module.plain
-        bias = module._parameters.pop("bias", None)
-        module.weight = tied[key]
-        module.register_parameter("bias", bias)  # after the weight again, as in a layer never converted
+        plain = cast(nn.Module, module)
+        plain.__class__ = module.plain
+        bias = plain._parameters.pop("bias", None)
+        plain.weight = tied[key]
+        plain.register_parameter("bias", bias)  # after the weight again, as in a layer never converted
     return model
 
 
@@ -223,7 +228,9 @@ def _check_ties(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         for other in holders[id(weight)]:
             twin = layers.get(other)
             if twin is None or twin.weight is not weight or type(twin) is not type(layer):
-                raise ValueError(f"the weight of {_title(name, layer)} is also that of {other}: skip both or untie them")
+                raise ValueError(
+                    f"the weight of {_title(name, layer)} is also that of {other}: skip or untie them"
+                )
 
 
 def _modes_of(name: str, layer: nn.Module, modes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:

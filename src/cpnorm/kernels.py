@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 32  # of one factor, for one program: a full cache line of every row
-ROWS = 64
+COLUMNS = 8  # of one factor, for one program: a 32-byte sector of every row, and enough programs for a tall factor
+ROWS = 256
 
 
 @triton.jit

@@ -20,7 +20,11 @@ LAMBDAS = ("decomposition", "ones", "normal")
 
 
 def initial_form(
-    weight: Tensor, rank: int, init: str = "exact", lambdas: str = "decomposition", generator: torch.Generator | None = None
+    weight: Tensor,
+    rank: int,
+    init: str = "exact",
+    lambdas: str = "decomposition",
+    generator: torch.Generator | None = None,
 ) -> CPTensor:
     """The canonical form a layer starts from; what the names mean stands at ``canonical_norm``."""
     if init == "exact":
@@ -52,6 +56,10 @@ def _draw(law: str, shape: tuple[int, ...], generator: torch.Generator | None) -
     if law == "normal":
         return torch.randn(shape, generator=generator, device=device)
     return torch.rand(shape, generator=generator, device=device) * 2 - 1
+
+
+def _listed(factors: nn.ParameterList) -> list[nn.Parameter]:
+    return [factors[mode] for mode in range(len(factors))]  # torch.compile (2.11) cannot unpack a ParameterList itself
 
 
 class CPLayer(nn.Module):
@@ -122,7 +130,7 @@ class CPLayer(nn.Module):
     def _terms(self) -> tuple[Tensor, list[Tensor]]:  # (R,), [(d_i, R)]
         scales = self.sigma * self.lambdas
         if self.columns_are_unit:
-            scales, *factors = UnitTerms.apply(scales, *[f for f in self.factors])  # torch.compile cannot unpack the list
+            scales, *factors = UnitTerms.apply(scales, *_listed(self.factors))
             return scales, factors
         return scales, [unit_columns(f) for f in self.factors]
 
@@ -148,7 +156,7 @@ class CPLayer(nn.Module):
         return f"{super().extra_repr()}, rank={self.rank}, path={self.path}"
 
 
-class CPLinear(CPLayer, nn.Linear):
+class CPLinear(CPLayer, nn.Linear):  # type: ignore[override]
     """``nn.Linear`` with a canonical weight."""
 
     plain = nn.Linear
@@ -177,13 +185,13 @@ class _CPConv(CPLayer):
         return y if batched.ndim == x.ndim else y[0]
 
 
-class CPConv1d(_CPConv, nn.Conv1d):
+class CPConv1d(_CPConv, nn.Conv1d):  # type: ignore[override]
     """``nn.Conv1d`` with a canonical weight."""
 
     plain = nn.Conv1d
 
 
-class CPConv2d(_CPConv, nn.Conv2d):
+class CPConv2d(_CPConv, nn.Conv2d):  # type: ignore[override]
     """``nn.Conv2d`` with a canonical weight.
 
     >>> layer = CPConv2d(3, 8, kernel_size=3, padding=1, rank=5, init="kaiming_normal")
@@ -194,7 +202,7 @@ class CPConv2d(_CPConv, nn.Conv2d):
     plain = nn.Conv2d
 
 
-class CPConv3d(_CPConv, nn.Conv3d):
+class CPConv3d(_CPConv, nn.Conv3d):  # type: ignore[override]
     """``nn.Conv3d`` with a canonical weight."""
 
     plain = nn.Conv3d
@@ -216,19 +224,19 @@ class _CPConvTranspose(CPLayer):
         return y if batched.ndim == x.ndim else y[0]
 
 
-class CPConvTranspose1d(_CPConvTranspose, nn.ConvTranspose1d):
+class CPConvTranspose1d(_CPConvTranspose, nn.ConvTranspose1d):  # type: ignore[override]
     """``nn.ConvTranspose1d`` with a canonical weight."""
 
     plain = nn.ConvTranspose1d
 
 
-class CPConvTranspose2d(_CPConvTranspose, nn.ConvTranspose2d):
+class CPConvTranspose2d(_CPConvTranspose, nn.ConvTranspose2d):  # type: ignore[override]
     """``nn.ConvTranspose2d`` with a canonical weight."""
 
     plain = nn.ConvTranspose2d
 
 
-class CPConvTranspose3d(_CPConvTranspose, nn.ConvTranspose3d):
+class CPConvTranspose3d(_CPConvTranspose, nn.ConvTranspose3d):  # type: ignore[override]
     """``nn.ConvTranspose3d`` with a canonical weight."""
 
     plain = nn.ConvTranspose3d

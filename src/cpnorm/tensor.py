@@ -79,7 +79,7 @@ class UnitTerms(torch.autograd.Function):
         return scales.view_as(scales), *(f.view_as(f) for f in factors)
 
     @staticmethod
-    def backward(ctx: Any, scale_gradient: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, scale_gradient: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
         """Minus the radial part."""
         scales, *factors = ctx.saved_tensors
         radial = scales * scale_gradient
@@ -191,6 +191,6 @@ class CPTensor:
         kept = self.lambdas.abs().argsort(descending=True, stable=True)[:rank]
         return self.select(kept.sort().values)
 
-    def to(self, *args: torch.dtype | torch.device | str) -> CPTensor:
+    def to(self, *args: Any) -> CPTensor:
         """On another device or in another dtype."""
         return CPTensor(self.sigma.to(*args), self.lambdas.to(*args), tuple(f.to(*args) for f in self.factors))

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
-
 Rank = int | float | str | Mapping[str, int | float | str]
 
 

@@ -31,8 +31,11 @@ class Compression:
 
     rate: float  # part of each layer's terms that goes; for Tai et al. the published part of the weights
     lr: float
-    optimizer: Literal["sgd", "rmsprop"] = "sgd"
+    optimizer: Literal["sgd", "rmsprop", "adam"] = "sgd"
     epochs: int = 20
+    schedule: Literal["constant", "cosine"] = "constant"
+    criterion: str = "lambda"
+    refit: str = "none"
     layers: tuple[str, ...] | None = None  # None: all of them
     tai_ranks: Mapping[str, int] | None = None  # Tai et al.'s form at these ranks, where terms are not truncated
     start: Literal["best", "same"] = "best"  # the best of all seeds (the paper), or the network of the same seed
@@ -40,12 +43,12 @@ class Compression:
 
 @dataclass(frozen=True)
 class Row:
-    """One accuracy of the paper."""
+    """One accuracy of the paper, or one of our own recipes, which has nothing published."""
 
     key: str  # "cifar10/none-sgd"
     name: str  # as printed
     config: Config  # of the network; where it is compressed, of the training before
-    published: Published
+    published: Published | None
     same_as: str | None = None  # the row of another table whose runs these are: nothing is run twice
     starts_from: str | None = None  # the row whose trained networks are compressed
     compression: Compression | None = None
@@ -60,7 +63,7 @@ class Row:
         cut = self.compression
         if cut is None:
             return None
-        config = self.config.replace(optimizer=cut.optimizer, lr=cut.lr, epochs=cut.epochs)
+        config = self.config.replace(optimizer=cut.optimizer, lr=cut.lr, epochs=cut.epochs, schedule=cut.schedule)
         return config if cut.tai_ranks is None else config.replace(norm="tai", rank=dict(cut.tai_ranks))
 
 

@@ -125,14 +125,15 @@ def _commit() -> str | None:
     """Of the source tree; $CPNORM_COMMIT speaks for a copy without its history."""
     if "CPNORM_COMMIT" in os.environ:
         return os.environ["CPNORM_COMMIT"]
-    here = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        git = ["git", "-C", str(here)]
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        dirty = subprocess.run([*git, "status", "--porcelain", "--", "."], capture_output=True, text=True).stdout.strip()
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head + ("-dirty" if dirty else "")
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""One training step, made as cheap as the machine allows: compiled and captured as a graph on a GPU, eager elsewhere."""
+"""One training step, as cheap as the machine allows: compiled and captured as a graph on a GPU, eager elsewhere."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from cpnorm.lab.data import ImageSet, augment, normalize
 
 log = logging.getLogger("cpnorm.lab")
 
+COMPILE_FROM_STEPS = 30_000
 WARM_UP_STEPS = 3  # before a capture, so that libraries have chosen their kernels and buffers exist
 Loss = Callable[..., tuple[Tensor, Tensor]]
 
@@ -40,7 +41,9 @@ def batch_loss(
     with torch.autocast(x.device.type, torch.bfloat16, enabled=precision == "bf16"):
         logits = model(x)
     logits = logits.float()
-    return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing), (logits.argmax(1) == labels).sum()
+    return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing), (
+        logits.argmax(1) == labels
+    ).sum()
 
 
 @cache
@@ -101,7 +104,7 @@ class Step:
         self.offsets = torch.arange(config.batch_size, device=self.device)
         self.cursor = torch.zeros((), dtype=torch.long, device=self.device)
         self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, right answers, images
-        self.random_state: Tensor | None = None
+        self.random_state = torch.get_rng_state()
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.captures = compile and self.on_gpu and world == 1
         self._stream = torch.cuda.Stream(self.device) if self.on_gpu else None
@@ -171,9 +174,10 @@ class Step:
     # --- capturing ---
 
     def _capture(self, size: int) -> None:
-        """Record the step for batches of this size; what cannot be captured or compiled is announced and done without."""
-        # The last, smaller batch comes once an epoch: not worth compiling for.
-        plain = size != self.config.batch_size
+        """Record the step for this size of batch; what cannot be compiled or captured is announced and done without."""
+        # Compiling takes longer than it saves in a short run, and for the last, smaller batch of each epoch.
+        steps = self.config.epochs * len(self.order) // self.config.batch_size
+        plain = size != self.config.batch_size or steps < COMPILE_FROM_STEPS
         for kind, loss in (("compiled, captured", compiled_loss()), ("captured", batch_loss))[plain:]:
             before = self._snapshot()
             try:
@@ -187,7 +191,8 @@ class Step:
                     with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                         self._take(size, loss)
                     self.graphs[size] = graph
-                self.kind = self.kind if plain else kind
+                if size == self.config.batch_size:
+                    self.kind = kind
                 return
             except Exception as error:  # any of a dozen kinds, from the compiler down to the driver
                 cause: BaseException = error

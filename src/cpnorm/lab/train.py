@@ -1,10 +1,9 @@
-"""Training: a Trainer takes steps, finishes epochs and saves its whole state; fit() runs one, fit_together() several."""
+"""Training: a Trainer takes steps, finishes epochs and saves its whole state; fit() drives one, drive() several."""
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import signal
 import threading
 import time
@@ -19,10 +18,10 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
 import cpnorm
-from cpnorm.lab import baselines, models, paper
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet, load, normalize
 from cpnorm.lab.runs import RunFolder, environment
+from cpnorm.lab.setup import build_model, learning_rate, make_optimizer, pick_device, process
 from cpnorm.lab.steps import Step
 
 log = logging.getLogger("cpnorm.lab")
@@ -32,67 +31,12 @@ SMALL_RANK = 32  # layers up to this rank have every lambda written to the metri
 Observer = Callable[["Trainer", dict[str, Any]], None]
 
 
-def build_model(config: Config, data: ImageSet, device: torch.device, progress: Any = None) -> nn.Module:
-    """The network a config describes, with its normalisation, drawn from its seed."""
-    torch.manual_seed(config.seed)
-    channels, size = data.train_images.shape[1], data.train_images.shape[2]
-    model = models.build(config.model, channels=channels, classes=len(data.classes), image_size=size)
-    if not config.dropout:
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-    model = model.to(device)
-    if config.norm == "weight":
-        return baselines.weight_norm(model, skip=config.skip)
-    if config.norm == "tai":
-        ranks = paper.TAI_RANKS if config.rank == "paper" else config.rank if isinstance(config.rank, dict) else None
-        batch = normalize(data.train_images[:256], data.mean, data.std).to(device)
-        return baselines.tai(model, ranks, skip=config.skip, images=batch)
-    if config.norm == "cp":
-        example = torch.zeros(1, channels, size, size, device=device)
-        return cpnorm.canonical_norm(
-            model,
-            paper.paper_ranks(config.model) if config.rank == "paper" else config.rank,  # type: ignore[arg-type]
-            config.init,
-            lambdas=config.lambdas,
-            skip=config.skip,
-            modes=cpnorm.flatten_modes(model, example) if config.modes else None,
-            generator=torch.Generator().manual_seed(config.seed),
-            progress=progress,
-        )
-    return model
-
-
-def make_optimizer(config: Config, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
-    """torch's own; on a GPU in the forms that can be captured, with the learning rate in a tensor."""
-    gpu = device.type == "cuda"
-    lr: Any = torch.tensor(config.lr, device=device) if gpu else config.lr
-    parameters, decay = list(model.parameters()), config.weight_decay
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr, momentum=config.momentum, weight_decay=decay, fused=gpu or None)
-    if config.optimizer == "rmsprop":
-        return torch.optim.RMSprop(
-            parameters, lr, momentum=config.momentum, weight_decay=decay, capturable=gpu, foreach=True
-        )
-    kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
-    return kind(parameters, lr, weight_decay=decay, fused=gpu or None, capturable=gpu)
-
-
-def learning_rate(config: Config, progress: float) -> float:
-    """After ``progress`` epochs (a fraction of an epoch counts)."""
-    if progress < config.warmup:
-        return config.lr * max(progress, 1e-3) / config.warmup
-    along = (progress - config.warmup) / max(config.epochs - config.warmup, 1e-9)
-    shape = {"constant": 1.0, "linear": 1 - along, "cosine": (1 + math.cos(math.pi * along)) / 2}[config.schedule]
-    return config.lr * max(shape, 0.0)
-
-
 @dataclass
 class Options:
     """How a run is carried out, as opposed to what it computes."""
 
     device: str | None = None  # None: the GPU if there is one
-    compile: bool = True  # torch.compile and graph capture, where they are to be had
+    compile: bool = True  # torch.compile and graph capture, where they are to be had and pay
     checkpoint_every: float = 60.0  # seconds
     data_dir: str | Path | None = None
 
@@ -112,7 +56,7 @@ class Trainer:
         self.config, self.options = config, options or Options()
         self.rank, self.world = process()
         self.device = pick_device(self.options.device, self.rank)
-        self.data = data.to(self.device)
+        self.data = self.whole_data = data.to(self.device)
         self.held_out: tuple[Tensor, Tensor] | None = None
         if config.validation:
             self.data, *held_out = self.data.split_validation(config.validation, config.seed)
@@ -124,6 +68,8 @@ class Trainer:
         self.model = model.to(self.device) if model is not None else build_model(config, data, self.device, progress)
         self.weights = sum(p.numel() for p in self.model.parameters())
         self.optimizer = make_optimizer(config, self.model, self.device)
+        layers = cpnorm.canonical_layers(self.model).items()
+        self.initial_lambdas = {name: layer.lambdas.detach().clone() for name, layer in layers}
         self.epoch, self.batch, self.seconds = 0, 0, 0.0
         self.history: list[dict[str, Any]] = []
         self.diverged: str | None = None
@@ -249,6 +195,7 @@ class Trainer:
             "seconds": self.seconds,
             "history": self.history,
             "diverged": self.diverged,
+            "initial_lambdas": self.initial_lambdas,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -257,6 +204,7 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.epoch, self.batch, self.seconds = state["epoch"], state["batch"], state["seconds"]
         self.history, self.diverged = state["history"], state["diverged"]
+        self.initial_lambdas = state["initial_lambdas"]
         self.step.load_state(state["step"], self.epoch)
 
     def record(self) -> dict[str, Any]:
@@ -295,8 +243,8 @@ def layer_statistics(model: nn.Module) -> dict[str, Any]:
         rows.append(torch.cat([layer.sigma.detach().reshape(1), layer.lambdas.detach().mean().reshape(1), quantiles]))
     out = {}
     for (name, layer), row in zip(layers.items(), torch.stack(rows).tolist(), strict=True):
-        sigma, mean, *quantiles = (float(f"{value:.5g}") for value in row)
-        out[name] = {"rank": layer.rank, "sigma": sigma, "lambda_mean": mean, "lambda_size_quartiles": quantiles}
+        sigma, mean, *quartiles = (float(f"{value:.5g}") for value in row)
+        out[name] = {"rank": layer.rank, "sigma": sigma, "lambda_mean": mean, "lambda_size_quartiles": quartiles}
         if layer.rank <= SMALL_RANK:
             out[name]["lambdas"] = [float(f"{value:.5g}") for value in layer.lambdas.tolist()]
     return out
@@ -365,7 +313,7 @@ def fit(
 def drive(
     runs: Sequence[tuple[Trainer, RunFolder | None]], *, observers: Sequence[Observer] = (), stop: Stop | None = None
 ) -> None:
-    """Take the steps of several runs in turn, so that they share one GPU; save at intervals, at the end and on a stop."""
+    """Take the steps of several runs in turn, so that they share a GPU; save now and then, at the end and on a stop."""
     stop = stop or Stop()
     active: list[tuple[Trainer, RunFolder | None, Iterator[bool]]] = []
     for trainer, folder in runs:
@@ -399,26 +347,3 @@ def _save_all(active: Sequence[tuple[Trainer, RunFolder | None, Any]]) -> None:
         if folder and not trainer.diverged:  # the last good checkpoint stays
             folder.save_checkpoint(trainer.state())
             folder.write_metrics(trainer.history)
-
-
-def process() -> tuple[int, int]:
-    """Rank and number of the processes of this run; torchrun sets the variables, the first call joins them."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
-        return 0, 1
-    if not distributed.is_initialized():
-        distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    return distributed.get_rank(), distributed.get_world_size()
-
-
-def pick_device(asked: str | None, rank: int) -> torch.device:
-    """The GPU of this process if there is one."""
-    if asked is None:
-        asked = f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
-    device = torch.device(asked)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("expected a GPU for device 'cuda', but torch sees none")
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
-    return device

@@ -1,0 +1,352 @@
+"""Rows x seeds -> runs -> results/*.jsonl: what is missing is run, stops cleanly, and goes on where it stopped."""
+
+from __future__ import annotations
+
+import copy
+import fcntl
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import cpnorm
+from cpnorm.lab import baselines, beyond, models, paper
+from cpnorm.lab.config import Config
+from cpnorm.lab.data import ImageSet, load, normalize
+from cpnorm.lab.paper import Compression, Row, Table
+from cpnorm.lab.runs import RunFolder, environment
+from cpnorm.lab.train import Observer, Options, Stop, Trainer, drive
+
+log = logging.getLogger("cpnorm.lab")
+
+# The order in which rows are worth having.
+ORDER = (
+    "cifar10",
+    "init-sgd",
+    "init-adam",
+    "compress-cifar10",
+    "mnist",
+    "compress-mnist",
+    "tai",
+    "svhn",
+    "compress-svhn",
+)
+EXPLORED_RATES = (0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.85, 0.9, 0.95, 0.99)
+HISTOGRAM_BINS = 30
+# Milliseconds a step takes on one H200 when eight runs share it: benchmarks/training_step.py.
+STEP_MS = {"none": 0.38, "weight": 0.42, "cp": 0.59, "tai": 0.45}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: a row of a table at one seed."""
+
+    row: Row
+    seed: int
+
+    @property
+    def config(self) -> Config:
+        """Of the training, or of the fine-tuning where the row compresses."""
+        return (self.row.finetuning or self.row.config).replace(seed=self.seed)
+
+    def folder(self, work: Path) -> RunFolder:
+        """Where its checkpoint and its network lie."""
+        return RunFolder(work / self.row.key / str(self.seed))
+
+    def __str__(self) -> str:
+        return f"{self.row.key}, seed {self.seed}"
+
+
+def all_tables() -> dict[str, Table]:
+    """The paper's, in the order of their worth, then our own."""
+    tables = {table.key: table for table in paper.tables()}
+    ranks = [key for key, table in tables.items() if table.ranks]
+    return {key: tables[key] for key in (*ORDER, *ranks)} | {table.key: table for table in beyond.TABLES}
+
+
+def find_tables(keys: Sequence[str]) -> list[Table]:
+    """By key; all of the paper's without one."""
+    tables = all_tables()
+    if unknown := [key for key in keys if key.partition("/")[0] not in tables]:
+        raise ValueError(f"unknown tables: {', '.join(unknown)}; there are {', '.join(tables)}")
+    return [tables[key] for key in (dict.fromkeys(k.partition("/")[0] for k in keys) or ORDER)]
+
+
+# --- the results folder ----------------------------------------------------------------------------------------------
+
+
+class Results:
+    """The finished runs of a folder, one line of JSON each; several processes may work on it at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """All of them; a broken line is an error that names it."""
+        out = []
+        for path in sorted(self.folder.glob("*.jsonl")):
+            for number, text in enumerate(path.read_text().splitlines(), 1):
+                try:
+                    out.append(json.loads(text))
+                except ValueError as error:
+                    raise ValueError(f"{path}, line {number}: {error}") from error
+        return out
+
+    def done(self) -> dict[tuple[str, int], dict[str, Any]]:
+        """By row and seed."""
+        return {(line["row"], line["seed"]): line for line in self.lines()}
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Whole and once, whatever other processes do meanwhile."""
+        path = self.folder / f"{line['table']}.jsonl"
+        with path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            there = {(old["row"], old["seed"]) for old in map(json.loads, file.read().splitlines())}
+            if (line["row"], line["seed"]) in there:
+                return
+            file.write((json.dumps(line) + "\n").encode())
+            file.flush()
+
+    @contextmanager
+    def claim(self, job: Job) -> Iterator[bool]:
+        """Whether this process may run the job; others are kept from it until the end of the block or the process."""
+        claims = self.folder / ".claims"
+        claims.mkdir(exist_ok=True)
+        with (claims / f"{job.row.key.replace('/', '--')}--{job.seed}").open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                yield False
+                return
+            yield (job.row.key, job.seed) not in self.done()
+
+
+# --- what is missing -------------------------------------------------------------------------------------------------
+
+
+def missing_jobs(keys: Sequence[str], seeds: Iterable[int], results: Results) -> list[Job]:
+    """In the order they should be run; a row that is another table's is run there."""
+    done = results.done()
+    wanted = [row for table in find_tables(keys) for row in table.rows]
+    single = [key for key in keys if "/" in key]
+    if single:
+        wanted = [row for row in wanted if row.key in single or row.table in keys]
+    rows = dict.fromkeys(paper.row(row.same_as).key if row.same_as else row.key for row in wanted)
+    known = {row.key: row for table in all_tables().values() for row in table.rows}
+    return [Job(known[key], seed) for key in rows for seed in seeds if (key, seed) not in done]
+
+
+def expected_seconds(job: Job, images: int = 50_000) -> float:
+    """A guess from the measured cost of a step on one H200."""
+    config = job.config
+    steps = config.epochs * -(-{"svhn": 73_257, "mnist": 60_000}.get(config.data, images) // config.batch_size)
+    small = 0.25 if config.model == "lenet" else 1.0
+    return steps * STEP_MS[config.norm] * small / 1000
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+def reproduce(
+    keys: Sequence[str],
+    *,
+    seeds: Iterable[int],
+    results: Path,
+    work: Path,
+    options: Options | None = None,
+    at_once: int = 8,
+    time_limit: float | None = None,
+    observers: Sequence[Observer] = (),
+    announce: Callable[[str], None] = log.info,
+) -> list[Job]:
+    """Run what is missing, ``at_once`` seeds of a row sharing the device; returns what is left."""
+    store, options, seeds = Results(results), options or Options(), list(seeds)
+    stop = Stop(None if time_limit is None else time.monotonic() + time_limit)
+    failed: set[Job] = set()
+    data: dict[str, ImageSet] = {}
+    while not stop:
+        open_jobs = [job for job in missing_jobs(keys, seeds, store) if job not in failed]
+        if not open_jobs:
+            break
+        first = open_jobs[0]
+        group = [job for job in open_jobs if job.row is first.row][:at_once]
+        name = first.config.data
+        data[name] = data.get(name) or load(name, options.data_dir)
+        announce(f"{first.row.key}: seeds {', '.join(str(job.seed) for job in group)}")
+        try:
+            if not run_group(group, store, work, data[name], options, observers, stop, announce):
+                failed.update(group)  # another process has them
+        except Exception as error:  # one bad row must not cost the others their turn
+            log.error("%s failed: %s: %s", first.row.key, type(error).__name__, error, exc_info=True)
+            failed.update(group)
+    if stop:
+        announce(f"stopped: {stop.reason}")
+    return missing_jobs(keys, seeds, store)
+
+
+def run_group(
+    group: Sequence[Job],
+    store: Results,
+    work: Path,
+    data: ImageSet,
+    options: Options,
+    observers: Sequence[Observer],
+    stop: Stop,
+    announce: Callable[[str], None],
+) -> int:
+    """Run these side by side and write a line for each that comes to its end; returns how many were ours to run."""
+    with ExitStack() as stack:
+        mine = [job for job in group if stack.enter_context(store.claim(job))]
+        runs: list[tuple[Trainer, RunFolder]] = []
+        for job in mine:
+            folder = job.folder(work)
+            cut = job.row.compression
+            stack.enter_context(folder.claimed(job.config, asdict(cut) if cut else None))
+            model = compressed_start(job, store, work, data, options, stop, announce) if cut else None
+            if stop:
+                return len(mine)
+            trainer = Trainer(job.config, data, options, model=model)
+            data = trainer.whole_data  # on the device, once for all
+            runs.append((trainer, folder))
+        drive(runs, observers=observers, stop=stop)
+        for job, (trainer, folder) in zip(mine, runs, strict=True):
+            record = folder.record()
+            if record is not None:
+                store.append(result_line(job, trainer, record, len(runs)))
+                announce(f"{job}: {record['final']} % (best {record['best']} %), {record['weights']:,} weights")
+    return len(mine)
+
+
+def result_line(job: Job, trainer: Trainer, record: dict[str, Any], at_once: int) -> dict[str, Any]:
+    """What is kept of a run in results/."""
+    cut = job.row.compression
+    line = {"table": job.row.table, "row": job.row.key, "seed": job.seed, "at_once": at_once}
+    line |= {"compression": asdict(cut) if cut else None, **record}
+    if job.seed == 0 and cpnorm.canonical_layers(trainer.model):
+        line |= portrait(trainer)
+    return line
+
+
+def compressed_start(
+    job: Job,
+    store: Results,
+    work: Path,
+    data: ImageSet,
+    options: Options,
+    stop: Stop,
+    announce: Callable[[str], None],
+) -> nn.Module | None:
+    """The trained network the row starts from, cut; it is trained again where its weights are not at hand."""
+    cut = job.row.compression
+    assert cut is not None
+    assert job.row.starts_from is not None
+    source = paper.row(job.row.starts_from)
+    seed = job.seed
+    if cut.start == "best":
+        finished = {s: line["final"] for (key, s), line in store.done().items() if key == source.key}
+        seed = max(finished, key=lambda s: finished[s]) if finished else 0
+    base = Job(source, seed)
+    folder = base.folder(work)
+    if folder.record() is None:
+        announce(f"{base}: its network is not at hand, training it again")
+        with folder.claimed(base.config):
+            drive([(Trainer(base.config, data, options), folder)], stop=stop)
+        if stop:
+            return None
+    model = models.build(source.config.model, data.train_images.shape[1], len(data.classes), data.train_images.shape[2])
+    cpnorm.load(folder / "model.safetensors", model)
+    return compress(model, cut, data)
+
+
+def compress(model: nn.Module, cut: Compression, data: ImageSet) -> nn.Module:
+    """Cut a trained network as the row says."""
+    if cut.tai_ranks is not None:
+        images = normalize(data.train_images[:256].cpu(), data.mean, data.std)
+        return baselines.tai(model, cut.tai_ranks, skip=_others(model, cut.tai_ranks), images=images)
+    if cut.layers is None:
+        cpnorm.truncate(model, rate=cut.rate, criterion=cut.criterion, refit=cut.refit)
+    else:
+        others = [name for name in cpnorm.canonical_layers(model) if name not in cut.layers]
+        cpnorm.truncate(model, rate=cut.rate, criterion=cut.criterion, refit=cut.refit, skip=others)
+    return model
+
+
+def _others(model: nn.Module, kept: Iterable[str]) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d) and name not in set(kept)]
+
+
+# --- what the figures and the explorer need --------------------------------------------------------------------------
+
+
+def portrait(trainer: Trainer) -> dict[str, Any]:
+    """Sigma and lambdas over the epochs where they are few, their histograms, and the accuracy at every rate."""
+    layers: dict[str, Any] = {}
+    for line in trainer.history:
+        for name, entry in line["layers"].items():
+            if "lambdas" in entry and name.endswith("features.0"):
+                trace = layers.setdefault(name, {"sigma": [], "lambdas": []})
+                trace["sigma"].append(entry["sigma"])
+                trace["lambdas"].append(entry["lambdas"])
+    histograms = {}
+    for name, layer in cpnorm.canonical_layers(trainer.model).items():
+        if name in trainer.initial_lambdas:
+            before, after = trainer.initial_lambdas[name].float().cpu(), layer.lambdas.detach().float().cpu()
+            limit = max(before.abs().max().item(), after.abs().max().item())
+            histograms[name] = {
+                "edges": [round(e, 4) for e in torch.linspace(-limit, limit, HISTOGRAM_BINS + 1).tolist()],
+                "before": torch.histc(before, HISTOGRAM_BINS, -limit, limit).int().tolist(),
+                "after": torch.histc(after, HISTOGRAM_BINS, -limit, limit).int().tolist(),
+            }
+    return {"layers": layers, "histograms": histograms, "explorer": explore(trainer)}
+
+
+def explore(trainer: Trainer) -> dict[str, Any]:
+    """Accuracy after truncation alone, without fine-tuning, and what each layer's terms cost."""
+    whole = trainer.model
+    accuracies = []
+    for rate in EXPLORED_RATES:
+        trainer.model = copy.deepcopy(whole)
+        cpnorm.truncate(trainer.model, rate=rate)
+        accuracies.append(round(trainer.evaluate(trainer.data.test_images, trainer.data.test_labels)[1], 2))
+    trainer.model = whole
+    layers = {}
+    for name, layer in cpnorm.canonical_layers(whole).items():
+        sizes = layer.lambdas.detach().abs().sort(descending=True).values.cpu()
+        shown = sizes[:: max(1, len(sizes) // 100)]
+        layers[name] = {
+            "rank": layer.rank,
+            "lambdas": [float(f"{value:.3g}") for value in shown.tolist()],
+            "term_weights": 1 + sum(layer.modes),
+        }
+    return {"rates": list(EXPLORED_RATES), "accuracy": accuracies, "layers": layers}
+
+
+def estimate_ranks(table: Table, results: Path, seed: int = 0, announce: Callable[[str], None] = log.info) -> None:
+    """The paper's rank tables: ALS with growing rank on the freshly drawn layers."""
+    store = Results(results)
+    name = table.key.partition("-")[0]
+    torch.manual_seed(seed)
+    model = models.build(name, *((3, 10, 32) if name == "alexnet" else (1, 10, 28)))
+    for layer in table.ranks:
+        key = f"{table.key}/{layer.layer}"
+        if (key, seed) in store.done():
+            continue
+        started = time.perf_counter()
+        weight = model.get_parameter(f"{layer.layer}.weight").detach()
+        found = cpnorm.estimate_rank(weight, generator=torch.Generator().manual_seed(seed))
+        line = {"table": table.key, "row": key, "seed": seed, "rank": found.rank, "published": layer.rank}
+        line |= {
+            "curve": [[r, round(f, 5)] for r, f in found.curve],
+            "seconds": round(time.perf_counter() - started, 2),
+        }
+        store.append(line | {"environment": environment()})
+        announce(f"{key}: rank {found.rank} (published {layer.rank})")
