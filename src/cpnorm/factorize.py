@@ -1,0 +1,328 @@
+"""Canonical layers as small plain ones where that is faster, dense where not; the result needs no cpnorm to run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from cpnorm.convert import canonical_layers, fold
+from cpnorm.forms import FormCost, chain, form_cost, forms_of
+from cpnorm.layers import CPLayer
+from cpnorm.race import race
+
+Inputs = Tensor | tuple[Any, ...] | dict[str, Any]
+Goal = Literal["time", "weights"]
+Shape = tuple[int, ...]
+
+GAIN = 0.95  # a chain must take less than this share of the dense layer's time: anything closer is noise
+HOPELESS = 2.0  # a chain modelled at more than this multiple of the cheapest is not timed
+LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dimensions of a convolution's weight
+
+
+def factorize(
+    model: nn.Module,
+    example_input: Inputs,
+    *,
+    measure: bool = True,
+    goal: Goal = "time",
+    forms: Mapping[str, str] | None = None,
+) -> nn.Module:
+    """A copy of the model in plain layers, each canonical one in its fastest form; the model itself is left alone.
+
+    The arguments are those of ``choose_forms``, which says what was chosen and why; its ``apply`` is the second half.
+
+    >>> from cpnorm import canonical_norm
+    >>> model = canonical_norm(nn.Sequential(nn.Linear(512, 512), nn.ReLU()), rank=8)
+    >>> factorize(model, torch.randn(64, 512), measure=False)[0]
+    Sequential(
+      (into): Linear(in_features=512, out_features=8, bias=False)
+      (out): Linear(in_features=8, out_features=512, bias=True)
+    )
+    """
+    return choose_forms(model, example_input, measure=measure, goal=goal, forms=forms).apply(model)
+
+
+# --- the choice, which prints -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerForm:
+    """What one layer becomes and why; costs by form, and seconds by form where they were measured."""
+
+    form: str
+    reason: str
+    rank: int
+    costs: dict[str, FormCost]
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Factorization:
+    """The form chosen for each canonical layer, and the memory layout of the whole; print it, then ``apply`` it."""
+
+    layers: dict[str, LayerForm]
+    channels_last: bool
+    seconds: dict[str, float]  # of the whole model, "dense" and "chosen"; empty if nothing was measured
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """A plain copy of the model with its canonical layers in the chosen forms."""
+        if list(canonical_layers(model)) != list(self.layers):
+            raise ValueError(f"this choice is for a model with the canonical layers {', '.join(self.layers)}")
+        return _plain_copy(model, {name: layer.form for name, layer in self.layers.items()}, self.channels_last)
+
+    def total(self, which: Literal["dense", "chosen"]) -> FormCost:
+        """Of all canonical layers together."""
+        costs = [layer.costs[layer.form if which == "chosen" else "dense"] for layer in self.layers.values()]
+        return FormCost(sum(c.weights for c in costs), sum(c.flops for c in costs), sum(c.total for c in costs))
+
+    def __str__(self) -> str:
+        width = max(5, *(len(name) for name in self.layers))
+
+        def row(name: str, form: str, rank: object, dense: FormCost, chosen: FormCost, seconds: list[float]) -> str:
+            weights = f"{dense.weights:>10,} -> {chosen.weights:>10,}"
+            flops = f"{dense.flops / 1e6:>9.2f} -> {chosen.flops / 1e6:>9.2f}"
+            times = f"{seconds[0] * 1e3:>9.3f} -> {seconds[-1] * 1e3:>9.3f}" if seconds else f"{'not timed':>22}"
+            return f"{name:<{width}}  {form:<15}  {rank:>5}  {weights}  {flops}  {times}"
+
+        lines = [f"{'layer':<{width}}  {'form':<15}  {'rank':>5}  {'weights':>24}  {'MFLOP':>22}  {'ms':>22}  reason"]
+        for name, layer in self.layers.items():
+            seconds = [layer.seconds[form] for form in ("dense", layer.form) if form in layer.seconds]
+            costs = layer.costs["dense"], layer.costs[layer.form]
+            lines.append(f"{row(name, layer.form, layer.rank, *costs, seconds)}  {layer.reason}")
+        layout = "channels last" if self.channels_last else "contiguous"
+        totals = self.total("dense"), self.total("chosen")
+        return "\n".join([*lines, row("all", layout, "", *totals, list(self.seconds.values()))])
+
+
+def choose_forms(
+    model: nn.Module,
+    example_input: Inputs,
+    *,
+    measure: bool = True,
+    goal: Goal = "time",
+    forms: Mapping[str, str] | None = None,
+) -> Factorization:
+    """For each canonical layer the fastest of dense and the chains it can become, and the layout of the whole.
+
+    Args:
+        model: with canonical layers; it is left as it is.
+        example_input: a tensor, a tuple of arguments or a dict of keyword arguments, of the size that is to come:
+            what is fastest depends on it.
+        measure: time the layers and the whole on their device (seconds), or go by a model of the costs (instant).
+        goal: "time", or "weights" for the smallest model whatever its speed.
+        forms: {"features.3": "depthwise"} decides for some layers by hand; "dense" keeps one in one piece.
+    """
+    layers = canonical_layers(model)
+    asked = dict(forms or {})
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no canonical layer to factorize")
+    if unknown := [name for name in asked if name not in layers]:
+        raise ValueError(f"forms names no canonical layer: {', '.join(unknown)}")
+    if goal not in ("time", "weights"):
+        raise ValueError(f"expected goal to be time or weights, got {goal!r}")
+
+    dense = fold(copy.deepcopy(model)).eval()
+    calls = _calls(model, dense, example_input)
+    compared: dict[Hashable, dict[bool, LayerForm]] = {}  # layers alike, as networks repeat them, are compared once
+    picks: dict[bool, dict[str, LayerForm]] = {False: {}, True: {}}  # by layout: channels last or not
+    for name, layer in layers.items():
+        key = (type(layer), layer.extra_repr(), layer.modes, layer.lambdas.dtype, tuple(calls[name]), asked.get(name))
+        if key not in compared:
+            compared[key] = _compare(layer, dense.get_submodule(name), calls[name], asked.get(name), measure, goal)
+        for channels_last, pick in compared[key].items():
+            picks[channels_last][name] = pick
+
+    layouts = (False, True) if any(_has_layouts(module) for module in dense.modules()) else (False,)
+    if not measure:
+        return Factorization(picks[layouts[-1]], layouts[-1], {})
+    return _race_models(model, dense, picks, layouts, example_input, whole_dense=goal == "time" and not asked)
+
+
+# --- what a layer is called with ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Call:
+    shape: Shape
+    dtype: torch.dtype
+    odd: str = ""  # why a chain could not take the call
+
+
+def _calls(model: nn.Module, dense: nn.Module, example_input: Inputs) -> dict[str, list[_Call]]:
+    """The calls of every canonical layer, and of those tied to it, in one pass through the folded model."""
+    layers = canonical_layers(model)
+    first = {id(layer.lambdas): name for name, layer in layers.items()}
+    calls: dict[str, list[_Call]] = {name: [] for name in layers}
+
+    def watch(name: str, layer: CPLayer) -> Any:
+        leader = first[id(layer.lambdas)]
+        tie = "" if layer.extra_repr() == layers[leader].extra_repr() else "tied to a layer with other settings"
+
+        def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+            (x,), more = args[:1] or (torch.empty(0),), len(args) > 1 or bool(kwargs)
+            odd = "called with more than one tensor" if more else "" if x.numel() else "called on an empty tensor"
+            calls[leader].append(_Call(tuple(x.shape), x.dtype, tie or odd))
+
+        return dense.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
+
+    handles = [watch(name, layer) for name, layer in model.named_modules() if isinstance(layer, CPLayer)]
+    _run(dense, example_input)
+    for handle in handles:
+        handle.remove()
+    return calls
+
+
+@torch.no_grad()
+def _run(model: nn.Module, inputs: Inputs) -> None:
+    if isinstance(inputs, dict):
+        model(**inputs)
+    else:
+        model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
+
+
+def _run_all(layer: nn.Module, inputs: Iterable[Tensor]) -> None:
+    for x in inputs:
+        _run(layer, (x,))
+
+
+# --- comparing ----------------------------------------------------------------------------------------------------
+
+
+def _compare(
+    layer: CPLayer, dense: nn.Module, calls: list[_Call], asked: str | None, measure: bool, goal: str
+) -> dict[bool, LayerForm]:
+    """The form picked for a layer in either layout."""
+    odd = next((call.odd for call in calls if call.odd), "") if calls else "not called on the example input"
+    if asked is not None:
+        candidates = [asked] if asked != "dense" else []
+    else:
+        flat = all(len(call.shape) <= 2 for call in calls)
+        candidates = [form for form in forms_of(layer) if not odd and (flat or form != "unflatten")]
+    device, shapes = "cuda" if layer.lambdas.is_cuda else "cpu", [call.shape for call in calls]
+    costs = {"dense": form_cost(dense, shapes, device)}
+    costs |= {form: form_cost(chain(layer, form, empty=True), shapes, device) for form in candidates}
+
+    def both(form: str, reason: str) -> dict[bool, LayerForm]:
+        return dict.fromkeys((False, True), LayerForm(form, reason, layer.rank, costs, {}))
+
+    if asked is not None:
+        return both(asked, "asked for")
+    if odd:
+        return both("dense", odd)
+    if goal == "weights":
+        return both(min(costs, key=lambda form: costs[form].weights), "fewest weights")
+    if not measure:
+        return both(min(costs, key=lambda form: costs[form].total), "lowest modelled cost")
+    lighter = {form: cost.total for form, cost in costs.items() if cost.flops < costs["dense"].flops}
+    if not lighter:
+        return both("dense", "no chain needs less arithmetic")
+
+    runners: dict[str, nn.Module] = {"dense": dense}
+    runners |= {f: chain(layer, f) for f, total in lighter.items() if total <= HOPELESS * min(lighter.values())}
+    picks = {}
+    for channels_last, seconds in _race_layer(runners, calls).items():
+        form = min(seconds, key=lambda form: seconds[form])
+        form, reason = (form, "fastest") if seconds[form] < GAIN * seconds["dense"] else ("dense", "no chain is faster")
+        picks[channels_last] = LayerForm(form, f"{reason} of {len(runners)} timed", layer.rank, costs, seconds)
+    return picks
+
+
+def _race_layer(candidates: Mapping[str, nn.Module], calls: list[_Call]) -> dict[bool, dict[str, float]]:
+    """Seconds of each form on random inputs of the shapes it is called with, by layout."""
+    layouts = (False, True) if _has_layouts(candidates["dense"]) else (False,)
+    device = next(candidates["dense"].parameters()).device
+    random = torch.Generator(device).manual_seed(0)
+    drawn = [torch.randn(call.shape, generator=random, device=device).to(call.dtype) for call in calls]
+    runs = {}
+    for channels_last in layouts:
+        inputs = [_laid_out(x) for x in drawn] if channels_last else drawn
+        for form, module in candidates.items():
+            twin = _with_layout(copy.deepcopy(module), channels_last).eval()
+            runs[form, channels_last] = partial(_run_all, twin, inputs)
+    seconds = race(runs, device)
+    return {
+        channels_last: {form: seconds[form, channels_last and len(layouts) > 1] for form in candidates}
+        for channels_last in (False, True)
+    }
+
+
+def _race_models(
+    model: nn.Module,
+    dense: nn.Module,
+    picks: Mapping[bool, dict[str, LayerForm]],
+    layouts: tuple[bool, ...],
+    example_input: Inputs,
+    whole_dense: bool,
+) -> Factorization:
+    """The whole model in the picked forms and, if allowed, dense, in every layout: the fastest."""
+    options = {("chosen", layout): picks[layout] for layout in layouts}
+    if whole_dense:
+        reason = "the model as a whole is faster dense"
+        for layout in layouts:
+            options["dense", layout] = {
+                name: pick if pick.form == "dense" else replace(pick, form="dense", reason=reason)
+                for name, pick in picks[layout].items()
+            }
+    runs = {}
+    for (kind, layout), layers in options.items():
+        forms = {name: layer.form for name, layer in layers.items()}
+        twin = _plain_copy(model, forms, layout).eval()
+        runs[kind, layout] = partial(_run, twin, example_input)
+    runs["baseline", False] = partial(_run, dense, example_input)
+    seconds = race(runs, next(dense.parameters()).device)
+    best = min(options, key=lambda option: seconds[option])
+    return Factorization(options[best], best[1], {"dense": seconds["baseline", False], "chosen": seconds[best]})
+
+
+# --- doing --------------------------------------------------------------------------------------------------------
+
+
+def _plain_copy(model: nn.Module, forms: Mapping[str, str], channels_last: bool) -> nn.Module:
+    """The model with its canonical layers as chains, or folded; what was shared or tied stays so."""
+    twin = copy.deepcopy(model)
+    first = {id(layer.lambdas): name for name, layer in canonical_layers(twin).items()}
+    leaders: dict[int, nn.Sequential] = {}  # by the id of the lambdas: tied layers share the weights of one chain
+    built: dict[int, nn.Sequential] = {}  # by the id of the layer: one object in several places stays one
+    for name, layer in list(twin.named_modules(remove_duplicate=False)):
+        if not isinstance(layer, CPLayer) or forms[first[id(layer.lambdas)]] == "dense":
+            continue
+        if id(layer) not in built:
+            built[id(layer)] = plain = chain(layer, forms[first[id(layer.lambdas)]])
+            leader = leaders.setdefault(id(layer.lambdas), plain)
+            for step, owner in zip(plain, leader, strict=True):
+                if "weight" in owner._parameters:
+                    step.weight = owner.weight
+        twin = _replaced(twin, name, built[id(layer)])
+    return _with_layout(fold(twin), channels_last)
+
+
+def _replaced(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
+    parent, _, child = name.rpartition(".")
+    if not name:
+        return module
+    model.get_submodule(parent).register_module(child, module)
+    return model
+
+
+def _has_layouts(module: nn.Module) -> bool:
+    return isinstance(module, _ConvNd) and module.weight.ndim in LAYOUTS
+
+
+def _with_layout(model: nn.Module, channels_last: bool) -> nn.Module:
+    """Convolutions whose weights lie channels last hand that layout on to what follows them."""
+    if channels_last:
+        for module in model.modules():
+            if isinstance(module, _ConvNd) and _has_layouts(module):
+                module.weight.data = _laid_out(module.weight.data)
+    return model
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=LAYOUTS[x.ndim]) if x.ndim in LAYOUTS else x
