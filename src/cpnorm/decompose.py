@@ -193,7 +193,7 @@ def estimate_rank(
     The paper lets the rank grow until the fit is near 1. Here it grows in sixteenths of the exact rank (below the first
     of them in powers of two), each time from the terms found before and new ones from what they leave over, and then
     bisects the last step. Each rank gets so many ``sweeps`` at most; more may find a lower rank. For a matrix the
-    singular values give the answer at once, and ``fit=1`` asks for its numerical rank. The curve ends at the exact rank.
+    singular values give the answer at once; ``fit=1`` asks for its numerical rank. The curve ends at the exact rank.
 
     >>> weight = cp_power(torch.randn(16, 8, 3, 3), 6).to_dense()
     >>> estimate_rank(weight, generator=torch.Generator().manual_seed(0)).rank
@@ -244,8 +244,7 @@ def _errors_by_growth(
             torch.cat([below.lambdas, new.lambdas]),
             [torch.cat(pair, 1) for pair in zip(below.factors, new.factors, strict=True)],
         )
-        # A little beyond, since the error that a sweep tells is rounded more than the true one below.
-        grown = _als(dense, start, sweeps=sweeps, tolerance=1e-5, ridge=0.1, enough=0.98 * largest_error)
+        grown = _als(dense, start, sweeps=sweeps, tolerance=1e-5, ridge=0.1, enough=largest_error)
         errors[rank] = torch.linalg.vector_norm(dense - grown.to_dense()).item()
         if errors[rank] <= largest_error:
             high = rank
@@ -325,9 +324,9 @@ def _als(
     grams = [f.mT @ f for f in factors]
     one = dense.new_ones(1, start.rank)
     for _ in range(sweeps):
-        if error**2 <= 10 * epsilon or error < enough:
+        if error < max(10 * epsilon, enough):
             break
-        damping, rest = ridge * error**2, matrix
+        before, damping, rest = (lambdas, list(factors)), ridge * error**2, matrix
         for mode in range(len(factors)):
             others = khatri_rao([*factors[mode + 1 :], one])
             if mode == 0:
@@ -343,7 +342,12 @@ def _als(
             rest = matrix.mT @ factors[0] if mode == 0 else (rest * factors[mode][:, None]).sum(0)
         inner = (projected * solved).sum(dtype=torch.float64)
         norm = torch.einsum("r,rs,s->", lambdas.double(), (normal * grams[-1]).double(), lambdas.double())
-        previous, error = error, math.sqrt(max(1 - 2 * inner.item() + norm.item(), 0))
+        squared = 1 - 2 * inner.item() + norm.item()
+        if squared < math.sqrt(epsilon):  # the difference of large numbers is mostly rounding: measure it instead
+            squared = (matrix - (factors[0] * lambdas) @ khatri_rao(factors[1:]).mT).square().sum().item()
+        previous, error = error, math.sqrt(squared)
+        if error > previous:
+            lambdas, factors = before
         if previous - error < tolerance:
             break
     return CPTensor.from_terms(lambdas, [factors[order.index(mode)] for mode in range(dense.ndim)])
@@ -358,7 +362,7 @@ def _solve_damped(normal: Tensor, right: Tensor, damping: float) -> Tensor:  # (
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed or damping > rank:  # with more than this the matrix is positive definite by its diagonal
             return torch.cholesky_solve(right.mT, lower).mT
-        damping = max(10 * damping, rank * torch.finfo(normal.dtype).eps)
+        damping = max(10 * damping, torch.finfo(normal.dtype).eps)
 
 
 def _unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:  # (..., d) -> (..., d), (...)
