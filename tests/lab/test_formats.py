@@ -20,7 +20,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.io import loadmat, savemat
 
-from cpnorm.lab.formats import PickledArray, naming, parse_idx, parse_mat, parse_pickle, read_archive, read_file
+from cpnorm.lab.formats import LIMIT, PickledArray, naming, parse_idx, parse_mat, parse_pickle, read_archive, read_file
 from cpnorm.lab.official import parse_cifar_binary, parse_cifar_pickle
 from official_files import cifar_pickle, cifar_rows, idx, make, write_archive
 
@@ -228,6 +228,15 @@ def test_what_unpacks_without_end(tmp_path: Path, low_limit: int) -> None:
         assert peak_memory(lambda read=read, path=path: read(path)) < 4 * low_limit
         with pytest.raises(ValueError, match=f"{name}: expected at most {low_limit} bytes, got more"):
             read(path)
+
+
+@pytest.mark.slow
+def test_the_largest_file_that_is_read(tmp_path: Path) -> None:
+    for size, fits in ((LIMIT, True), (LIMIT + 1, False)):
+        with gzip.open(tmp_path / "a.gz", "wb", compresslevel=1) as stream:
+            stream.write(bytes(size))
+        with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="expected at most"):
+            assert len(read_file(tmp_path / "a.gz")) == LIMIT
 
 
 def test_mat_that_unpacks_without_end(low_limit: int) -> None:
