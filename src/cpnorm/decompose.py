@@ -103,9 +103,11 @@ def cp_power(
         candidates = list(pool)
         for _ in range(iterations):
             values = _power_sweep(residual, transposed, candidates)
+        candidates[0], sizes = _unit_rows(candidates[0])
+        values = values / sizes.clamp_min(torch.finfo(sizes.dtype).tiny)
         best = values.argmax(keepdim=True)
         winner = [c[best] for c in candidates]  # (1, d)
-        long_side, short_side = winner[0][0] * values[best], _outer_rows(winner[1:])[0]
+        long_side, short_side = winner[0][0] * values[best], reduce(torch.kron, [w[0] for w in winner[1:]])
         residual.addr_(long_side, short_side, alpha=-1)
         transposed.addr_(short_side, long_side, alpha=-1)
         lambdas.index_copy_(0, term, values[best])
@@ -275,17 +277,20 @@ def _svd_of_wide(slices: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # (K, d, D),
 
 def _power_sweep(residual: Tensor, transposed: Tensor, candidates: list[Tensor]) -> Tensor:
     # (d1, d2 * d3 ...), its transpose, [(S, d_i)] -> (S,)
-    """Updates each mode of all candidates once, in place of the list's entries; returns the value of each term."""
-    candidates[0], values = _unit_rows(_outer_rows(candidates[1:]) @ transposed)
+    """Replaces each mode of all candidates once; returns the values of the terms.
+
+    The first mode is left unscaled, and the values with it: a sweep does not depend on the scale of either.
+    """
+    behind = [candidates[-1]]  # outer products of the modes from each one on
+    for vectors in candidates[-2:0:-1]:
+        behind.append((vectors[:, :, None] @ behind[-1][:, None]).flatten(1))
+    candidates[0] = behind.pop() @ transposed
     rest = candidates[0] @ residual  # the largest mode is gone: all further products are small
-    for mode in range(1, len(candidates)):
+    for mode in range(1, len(candidates) - 1):
         rest = rest.view(*candidates[mode].shape, -1)
-        if mode + 1 < len(candidates):
-            others = _outer_rows(candidates[mode + 1 :])
-            candidates[mode], values = _unit_rows((rest @ others[:, :, None])[:, :, 0])
-            rest = candidates[mode][:, None] @ rest
-        else:
-            candidates[mode], values = _unit_rows(rest[:, :, 0])
+        candidates[mode], _ = _unit_rows((rest @ behind.pop()[:, :, None]).squeeze(2))
+        rest = candidates[mode][:, None] @ rest
+    candidates[-1], values = _unit_rows(rest.flatten(1))
     return values
 
 
@@ -369,11 +374,6 @@ def _unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:  # (..., d) -> (..., d), 
     """Rows divided by their norms, and the norms; a row of zeros stays zero."""
     norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     return rows / norms.clamp_min(torch.finfo(rows.dtype).tiny), norms.squeeze(-1)
-
-
-def _outer_rows(factors: Sequence[Tensor]) -> Tensor:  # [(S, d1), (S, d2), ...] -> (S, d1 * d2 * ...)
-    """The outer product of the vectors of each candidate, flattened."""
-    return reduce(lambda left, right: (left[:, :, None] @ right[:, None]).flatten(1), factors)
 
 
 def _random_units(count: int, size: int, like: Tensor, generator: torch.Generator | None) -> Tensor:  # (count, size)
