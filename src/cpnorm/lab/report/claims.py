@@ -1,0 +1,323 @@
+"""The paper's claims, each answered from our runs with a test, or left as not measured yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cpnorm.lab import paper
+from cpnorm.lab.paper import Row
+from cpnorm.lab.report.comparison import last_epochs, p_words
+from cpnorm.lab.report.document import Column, Grid, mean_sd, number, signed, words
+from cpnorm.lab.report.document import count as count_cell
+from cpnorm.lab.report.records import Records
+from cpnorm.lab.report.statistics import Summary, epochs_to_reach, mann_whitney, summarize
+from cpnorm.lab.report.tally import NOT_MEASURED, corrected, difference_cells, minus, tally
+
+NETWORKS = {"cifar10": "CIFAR-10", "svhn": "SVHN", "mnist": "MNIST"}  # the training tables
+OPTIMIZERS = {"sgd": "SGD", "rmsprop": "RMSprop"}
+METHODS = {"none": "none", "weight": "weight", "cp": "CP"}
+# A level of accuracy is set by the error left: this many times that of the weakest method at its end.
+ERROR_FACTORS = {"early": 2.0, "late": 1.25}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One question, the paper's words on it, and the answer of our numbers."""
+
+    key: str
+    question: str
+    paper: str
+    answer: str  # "Yes.", "No.", "Partly.", ...
+    explanation: str
+    grid: Grid | None = None
+
+
+def claims(records: Records) -> list[Claim]:
+    """All of them, in the paper's order."""
+    return [
+        converges_faster(records),
+        beats_weight_normalization(records),
+        needs_power_method(records),
+        compresses(records),
+        against_tai(records),
+    ]
+
+
+def training_settings() -> list[tuple[str, dict[str, Row]]]:
+    """The six places where no normalisation, weight and CP are compared: ("CIFAR-10, SGD", rows by method)."""
+    return [
+        (f"{network}, {optimizer}", {method: paper.row(f"{table}/{method}-{short}") for method in METHODS})
+        for table, network in NETWORKS.items()
+        for short, optimizer in OPTIMIZERS.items()
+    ]
+
+
+# --- 1 ----------------------------------------------------------------------------------------------------------------
+
+
+def converges_faster(records: Records) -> Claim:
+    """Epochs until an accuracy is reached that every method of a setting gets to."""
+    lines: list[tuple[str, float, dict[str, list[int]]]] = []
+    for setting, rows in training_settings():
+        runs = {method: records.finished(row.key) for method, row in rows.items()}
+        ends = [end for method in METHODS if (end := last_epochs(runs[method]))]
+        if not runs["cp"] or len(ends) < 2:
+            continue
+        for name, factor in ERROR_FACTORS.items():
+            level = 100 - factor * (100 - min(end.mean for end in ends))
+            epochs = {m: [epochs_to_reach(run.curve, level) for run in runs[m] if run.curve] for m in METHODS}
+            lines.append((f"{setting}, {name}", level, epochs))
+    differences = corrected([mann_whitney(e["cp"], e[other]) for _, _, e in lines for other in ("none", "weight")])
+    counts = tally(differences)
+    grid = Grid(
+        "Epochs until the test accuracy reaches a level",
+        [
+            Column("setting", words=True),
+            Column("level, %"),
+            *(Column(name, "epochs") for name in METHODS.values()),
+            *(Column(name, f"CP − {other}") for other in ("none", "weight") for name in ("epochs", "p")),
+        ],
+        [
+            [
+                words(setting),
+                number(level, 1),
+                *(mean_sd(summarize(epochs[method]), 1) for method in METHODS),
+                *difference_cells(differences[2 * line], 1),
+                *difference_cells(differences[2 * line + 1], 1),
+            ]
+            for line, (setting, level, epochs) in enumerate(lines)
+        ],
+    )
+    explanation = (
+        f"Of {counts.total} comparisons with no or with weight normalisation, CP-normalisation needs significantly "
+        f"fewer epochs in {counts.below}, more in {counts.above}; in {counts.neither} the test shows no difference. "
+        "A level is the accuracy at which 2 times (early) or 1.25 times (late) the final error of the weakest method "
+        "is left; a run that never gets there counts with one epoch more than it had. The test is that of Mann and "
+        "Whitney, by ranks. Epochs are not time: an epoch in canonical form takes longer."
+    )
+    return Claim(
+        "faster",
+        "Does CP-normalisation converge faster?",
+        "In the CP-case, we additionally observe faster convergence.",
+        counts.answer(good=counts.below, bad=counts.above),
+        explanation if counts.total else "",
+        grid if lines else None,
+    )
+
+
+# --- 2 ----------------------------------------------------------------------------------------------------------------
+
+
+def beats_weight_normalization(records: Records) -> Claim:
+    """Accuracy of the last epoch, in the six settings of the training tables."""
+    settings = [
+        (setting, rows, {m: last_epochs(records.finished(row.key)) for m, row in rows.items()})
+        for setting, rows in training_settings()
+    ]
+    settings = [entry for entry in settings if entry[2]["cp"] and (entry[2]["weight"] or entry[2]["none"])]
+    to_weight = corrected([minus(s["cp"], s["weight"]) for _, _, s in settings])
+    to_none = corrected([minus(s["cp"], s["none"]) for _, _, s in settings])
+    counts, plain = tally(to_weight), tally(to_none)
+    grid = Grid(
+        "Accuracy of the last epoch, and CP against both",
+        [
+            Column("setting", words=True),
+            *(Column(name, "accuracy, %") for name in METHODS.values()),
+            Column("points", "CP − none"),
+            Column("p", "CP − none"),
+            Column("points", "CP − weight"),
+            Column("p", "CP − weight"),
+            Column("published", "CP − weight"),
+        ],
+        [
+            [
+                words(setting),
+                *(mean_sd(accuracies[method]) for method in METHODS),
+                *difference_cells(to_none[line]),
+                *difference_cells(to_weight[line]),
+                signed(_published_mean(rows["cp"]) - _published_mean(rows["weight"])),
+            ]
+            for line, (setting, rows, accuracies) in enumerate(settings)
+        ],
+    )
+    explanation = (
+        f"Of {counts.total} settings, CP is significantly more accurate than weight normalisation in {counts.above}, "
+        f"less in {counts.below}; in {counts.neither} the test shows no difference. Against no normalisation: more in "
+        f"{plain.above}, less in {plain.below}, no difference in {plain.neither} of {plain.total}."
+    )
+    return Claim(
+        "weight",
+        "Does it beat weight normalisation?",
+        "For both SGD and RMSProp, our canonical formulation outperforms weight normalization and the un-normalized "
+        "network. (On CIFAR-10; “competitively” overall.)",
+        counts.answer(good=counts.above, bad=counts.below),
+        explanation if counts.total else "",
+        grid if settings else None,
+    )
+
+
+def _published_mean(row: Row) -> float:
+    assert row.published is not None
+    return row.published.mean
+
+
+# --- 3 ----------------------------------------------------------------------------------------------------------------
+
+
+def needs_power_method(records: Records) -> Claim:
+    """The two initialisation tables: the decomposition against vectors drawn at random."""
+    lines: list[tuple[str, Row, Summary | None, Row, Summary | None]] = []
+    for key, optimizer in (("init-sgd", "SGD"), ("init-adam", "Adam")):
+        power, *others = paper.table(key).rows
+        summaries = {row.key: last_epochs(records.finished(row.same_as or row.key)) for row in (power, *others)}
+        lines += [
+            (f"{optimizer}, {row.name}", power, summaries[power.key], row, summaries[row.key])
+            for row in others
+            if summaries[power.key] and summaries[row.key]
+        ]
+    differences = corrected([minus(power, other) for _, _, power, _, other in lines])
+    counts = tally(differences)
+    if not counts.total:
+        answer, explanation = NOT_MEASURED, ""
+    else:
+        answer = "No." if not counts.above else "Yes." if counts.above == counts.total else "Not always."
+        explanation = (
+            f"Of {counts.total} comparisons, starting from the power method is significantly better than a random "
+            f"start in {counts.above}, worse in {counts.below}; in {counts.neither} the test shows no difference. "
+            + " ".join(
+                f"{name}: {d.value:+.2f} points ({p_words(d.p)}).".replace("-", "−")
+                for (name, *_), d in zip(lines, differences, strict=True)
+                if d
+            )
+        )
+    grid = Grid(
+        "Accuracy of the last epoch: power method against random vectors",
+        [
+            Column("optimizer, random start", words=True),
+            Column("power method", "accuracy, %"),
+            Column("random", "accuracy, %"),
+            Column("points", "power − random"),
+            Column("p", "power − random"),
+            Column("published", "power − random"),
+        ],
+        [
+            [
+                words(name),
+                mean_sd(power),
+                mean_sd(random),
+                *difference_cells(difference),
+                signed(_published_mean(power_row) - _published_mean(row)),
+            ]
+            for (name, power_row, power, row, random), difference in zip(lines, differences, strict=True)
+        ],
+    )
+    return Claim(
+        "power",
+        "Is the power method needed?",
+        "We conclude that running the power method is not required when using Adam.",
+        answer,
+        explanation,
+        grid if lines else None,
+    )
+
+
+# --- 4 ----------------------------------------------------------------------------------------------------------------
+
+
+def compresses(records: Records) -> Claim:
+    """Accuracy after truncation and fine-tuning, against the untruncated networks and the plain one."""
+    lines: list[tuple[str, Row, Summary, Summary, Summary | None]] = []
+    for key in ("compress-cifar10", "compress-svhn", "compress-mnist"):
+        whole_row, *cut_rows = paper.table(key).rows
+        whole = last_epochs(records.finished(whole_row.same_as or whole_row.key))
+        plain_key = (whole_row.same_as or "").replace("/cp-", "/none-")
+        plain = last_epochs(records.finished(plain_key))
+        for row in cut_rows:
+            cut = last_epochs(records.finished(row.key))
+            if cut and whole:
+                network = NETWORKS[key.removeprefix("compress-")]
+                lines.append((f"{network}, {row.name}", row, cut, whole, plain))
+    losses = corrected([minus(cut, whole) for _, _, cut, whole, _ in lines])
+    gains = corrected([minus(cut, plain) for _, _, cut, _, plain in lines])
+    grid = Grid(
+        "Accuracy of the last epoch after truncation and 20 epochs of fine-tuning",
+        [
+            Column("network, terms removed", words=True),
+            Column("weights"),
+            Column("accuracy, %"),
+            Column("points", "− whole networks"),
+            Column("p", "− whole networks"),
+            Column("points", "− best of them"),
+            Column("points", "− no normalisation"),
+            Column("p", "− no normalisation"),
+        ],
+        [
+            [
+                words(name),
+                count_cell(_weights(records, row)),
+                mean_sd(cut),
+                *difference_cells(loss),
+                signed(cut.mean - whole.max if whole.max is not None else None),
+                *difference_cells(gain),
+            ]
+            for (name, row, cut, whole, _), loss, gain in zip(lines, losses, gains, strict=True)
+        ],
+    )
+    tested = [(line, loss) for line, loss in zip(lines, losses, strict=True) if loss and loss.p is not None]
+    if not tested:
+        return Claim("compression", COMPRESSION_QUESTION, COMPRESSION_PAPER, NOT_MEASURED, "", grid if lines else None)
+    sentences, kept = [], 0
+    for network in dict.fromkeys(line[0].partition(",")[0] for line, _ in tested):
+        safe = [
+            line[1].compression.rate
+            for line, loss in tested
+            if line[1].compression and line[0].startswith(network) and not (loss.significant and loss.value < 0)
+        ]
+        kept += bool(safe)
+        sentences.append(
+            f"{network}: {100 * max(safe):g} % of the terms go without a significant loss."
+            if safe
+            else f"{network}: every rate that was measured loses accuracy."
+        )
+    answer = "Yes." if kept == len(sentences) else "Partly." if kept else "No."
+    explanation = (
+        " ".join(sentences) + " The networks that were cut are the best of their seeds, chosen on the test set as in "
+        "the paper; the difference to the best of them leaves that advantage out."
+    )
+    return Claim("compression", COMPRESSION_QUESTION, COMPRESSION_PAPER, answer, explanation, grid)
+
+
+COMPRESSION_QUESTION = "Does compression by λ work?"
+COMPRESSION_PAPER = "Consequently, the CP-formulation allows straightforward weight compression by truncation."
+
+
+def _weights(records: Records, row: Row) -> float | None:
+    summary = summarize(run.weights for run in records.finished(row.key) if run.weights is not None)
+    return summary.mean if summary else None
+
+
+# --- 5 ----------------------------------------------------------------------------------------------------------------
+
+
+def against_tai(records: Records) -> Claim:
+    """Ten times fewer weights in the convolutions, by truncation or by Tai et al.'s low rank."""
+    rows = paper.row("tai/canonical-91"), paper.row("tai/low-rank-90")
+    ours, theirs = (last_epochs(records.finished(row.key)) for row in rows)
+    difference = minus(ours, theirs)
+    answer, explanation = NOT_MEASURED, ""
+    if difference and difference.p is not None and ours and theirs:
+        better = "more accurate" if difference.value > 0 else "less accurate"
+        answer = "No difference shown." if not difference.significant else "Yes." if difference.value > 0 else "No."
+        gap = _published_mean(rows[0]) - _published_mean(rows[1])
+        explanation = (
+            f"With about a tenth of the convolutions' weights, truncation is {abs(difference.value):.2f} points "
+            f"{better} than the low-rank form: {ours.mean:.2f} against {theirs.mean:.2f} % ({p_words(difference.p)}). "
+            + f"Published: {gap:+.2f} points.".replace("-", "−")
+        )
+    return Claim(
+        "tai",
+        "Does it beat the low-rank form of Tai et al.?",
+        "We observe competitive performance for our approach, with slightly fewer parameters.",
+        answer,
+        explanation,
+    )

@@ -1,0 +1,126 @@
+"""Our runs beside the paper's numbers, row by row, with a verdict in words computed from both."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from cpnorm.lab import paper
+from cpnorm.lab.paper import LayerRank, Published, Row, Table
+from cpnorm.lab.report.records import Records, Run
+from cpnorm.lab.report.statistics import Difference, Summary, summarize, welch
+
+PUBLISHED_RUNS = 8
+Status = Literal["within", "above", "below", "missing"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One row: the published numbers, ours, and how they stand to each other."""
+
+    row: Row
+    runs: int  # those that did not diverge
+    diverged: int
+    last: Summary | None  # accuracies of the last epoch: what stands beside the published mean
+    best: Summary | None  # of each run's best epoch: its maximum stands beside the published maximum
+    weights: int | None
+    difference: Difference | None  # last epoch minus published mean
+    difference_of_best: Difference | None
+    status: Status
+    words: str
+
+
+def compare(row: Row, table: Table, records: Records) -> Comparison:
+    """What our runs say about one published accuracy."""
+    source = row.same_as or row.key
+    runs = records.finished(source)
+    diverged = len(records.runs.get(source, [])) - len(runs)
+    last, best = last_epochs(runs), best_epochs(runs)
+    published = row.published
+    theirs = _summary(published) if published else None
+    difference = welch(last, theirs) if last and theirs else None
+    of_best = welch(best, theirs) if best and theirs else None
+    status, words = _verdict(published, last, difference, diverged)
+    weights = _weights(row, table, records)
+    return Comparison(row, len(runs), diverged, last, best, weights, difference, of_best, status, words)
+
+
+def last_epochs(runs: list[Run]) -> Summary | None:
+    """Of the accuracies at the end."""
+    return summarize(run.final for run in runs if run.final is not None)
+
+
+def best_epochs(runs: list[Run]) -> Summary | None:
+    """Of each run's best accuracy on the test set."""
+    return summarize(run.best for run in runs if run.best is not None)
+
+
+def _summary(published: Published) -> Summary:
+    return Summary(PUBLISHED_RUNS, published.mean, published.sd, published.max)
+
+
+def _verdict(
+    published: Published | None, last: Summary | None, difference: Difference | None, diverged: int
+) -> tuple[Status, str]:
+    if last is None or difference is None or published is None:
+        return "missing", f"all {diverged} runs diverged" if diverged else "not measured yet"
+    status, words = _position(published, last, difference.value)
+    if difference.p is not None:
+        words += f", {'different' if difference.significant else 'same'} ({p_words(difference.p)})"
+    if last.n < PUBLISHED_RUNS:
+        words += f"; {last.n} of {PUBLISHED_RUNS} runs"
+    if diverged:
+        words += f"; {diverged} more diverged"
+    return status, words
+
+
+def _position(published: Published, last: Summary, value: float) -> tuple[Status, str]:
+    spread, whose = (published.sd, "published") if published.sd is not None else (last.sd or 0.0, "measured")
+    if abs(value) <= spread:
+        return "within", f"within one {whose} sd"
+    side: Status = "above" if value > 0 else "below"
+    return side, f"{side} by {abs(value):.2f} points"
+
+
+def p_words(p: float | None) -> str:
+    """For a sentence, in one piece: its spaces do not break.
+
+    >>> p_words(0.41234), p_words(0.00001)
+    ('p\xa0=\xa00.41', 'p\xa0<\xa00.001')
+    """
+    if p is None:
+        return ""
+    text = "p < 0.001" if p < 0.001 else f"p = {p:.3f}" if p < 0.0995 else f"p = {p:.2f}"
+    return text.replace(" ", "\xa0")
+
+
+# --- ranks and weights ------------------------------------------------------------------------------------------------
+
+
+def exact_bound(layer: LayerRank) -> int:
+    """Terms that always suffice for a tensor of this size: the number of its entries over its largest dimension.
+
+    >>> exact_bound(LayerRank("features.3", (64, 192, 3, 3), 571))
+    576
+    """
+    return math.prod(layer.size) // max(layer.size)
+
+
+def _weights(row: Row, table: Table, records: Records) -> int | None:
+    """Of the whole network, or of the layers a table counts: what the compression left of them."""
+    own = _measured_weights(row.same_as or row.key, records)
+    if table.counted is None or own is None:
+        return own
+    start = _measured_weights(row.starts_from or row.same_as or row.key, records)
+    counted = [layer for layer in paper.ALEXNET_RANKS if layer.layer in table.counted]
+    if row.config.norm == "cp":
+        before = sum(1 + layer.rank * (1 + sum(layer.size)) for layer in counted)
+    else:
+        before = sum(math.prod(layer.size) for layer in counted)
+    return None if start is None else before - (start - own)  # the other layers are left as they were
+
+
+def _measured_weights(key: str, records: Records) -> int | None:
+    counts = [run.weights for run in records.finished(key) if run.weights is not None]
+    return round(sum(counts) / len(counts)) if counts else None

@@ -1,0 +1,60 @@
+"""Differences between our own runs: tested, corrected for their number, and counted up to an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from cpnorm.lab.report.document import Cell, p_cell, signed
+from cpnorm.lab.report.statistics import Difference, Summary, holm, welch
+
+NOT_MEASURED = "Not measured yet."
+
+
+def corrected(differences: Sequence[Difference | None]) -> list[Difference | None]:
+    """The tests of one claim, each p corrected for their number (Holm)."""
+    ps = holm([difference.p if difference else None for difference in differences])
+    return [replace(d, p=p) if d else None for d, p in zip(differences, ps, strict=True)]
+
+
+def minus(ours: Summary | None, theirs: Summary | None) -> Difference | None:
+    """Welch's test where both were measured."""
+    return welch(ours, theirs) if ours and theirs else None
+
+
+@dataclass(frozen=True)
+class Tally:
+    """How many tested differences are above zero, below it, and neither."""
+
+    above: int
+    below: int
+    neither: int
+
+    @property
+    def total(self) -> int:
+        return self.above + self.below + self.neither
+
+    def answer(self, good: int, bad: int) -> str:
+        """In a word: what share of the tests came out as claimed."""
+        if not self.total:
+            return NOT_MEASURED
+        if good == self.total:
+            return "Yes."
+        if good and bad:
+            return "Sometimes, and sometimes the opposite."
+        if good:
+            return "Partly."
+        return "No, the opposite." if bad else "Not shown."
+
+
+def tally(differences: Iterable[Difference | None]) -> Tally:
+    """Of those that have a p."""
+    tested = [d for d in differences if d and d.p is not None]
+    above = sum(d.significant and d.value > 0 for d in tested)
+    below = sum(d.significant and d.value < 0 for d in tested)
+    return Tally(above, below, len(tested) - above - below)
+
+
+def difference_cells(difference: Difference | None, digits: int = 2) -> list[Cell]:
+    """The difference and its p."""
+    return [signed(difference.value if difference else None, digits), p_cell(difference.p if difference else None)]
