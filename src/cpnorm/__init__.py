@@ -1,9 +1,10 @@
 """Neural networks in canonical form: weights kept, trained and normalised as sums of weighted rank-one terms."""
+# ruff: noqa: I001, RUF022 (in reading order, not in the alphabet's)
 
 from cpnorm._version import __version__
-from cpnorm.contract import Plan, plan
-from cpnorm.convert import canonical_layers, canonical_norm, fold, renormalize, renormalize_after, renormalize_terms
+from cpnorm.tensor import CPTensor
 from cpnorm.decompose import RankEstimate, cp_als, cp_exact, cp_power, estimate_rank
+from cpnorm.contract import Plan, plan
 from cpnorm.layers import (
     CPConv1d,
     CPConv2d,
@@ -14,30 +15,42 @@ from cpnorm.layers import (
     CPLayer,
     CPLinear,
 )
-from cpnorm.tensor import CPTensor
+from cpnorm.convert import canonical_layers, canonical_norm, fold, renormalize, renormalize_after, renormalize_terms
+from cpnorm.modes import flatten_modes
+from cpnorm.compress import truncate
+from cpnorm.summary import summary
+from cpnorm.factorize import factorize
+from cpnorm.checkpoint import load, read_metadata, save
 
 __all__ = [
+    "__version__",
+    "CPTensor",
+    "cp_exact",
+    "cp_power",
+    "cp_als",
+    "estimate_rank",
+    "RankEstimate",
+    "Plan",
+    "plan",
+    "CPLayer",
+    "CPLinear",
     "CPConv1d",
     "CPConv2d",
     "CPConv3d",
     "CPConvTranspose1d",
     "CPConvTranspose2d",
     "CPConvTranspose3d",
-    "CPLayer",
-    "CPLinear",
-    "CPTensor",
-    "Plan",
-    "RankEstimate",
-    "__version__",
-    "canonical_layers",
     "canonical_norm",
-    "cp_als",
-    "cp_exact",
-    "cp_power",
-    "estimate_rank",
-    "fold",
-    "plan",
+    "canonical_layers",
     "renormalize",
     "renormalize_after",
     "renormalize_terms",
+    "fold",
+    "flatten_modes",
+    "truncate",
+    "summary",
+    "factorize",
+    "save",
+    "load",
+    "read_metadata",
 ]

@@ -129,7 +129,7 @@ def plan(
     """Rebuild W or contract through the factors: what is cheaper for this layer, rank and input size.
 
     >>> print(plan(nn.Linear(4096, 1024), (64, 4096), rank=1024))
-       rebuild     9126.81 MFLOP    43.25 MB
+       rebuild     9126.81 MFLOP    76.81 MB
     -> factors      671.09 MFLOP    22.81 MB
     """
     weight = modes if modes is not None else weight_shape(layer)

@@ -1,0 +1,180 @@
+"""The queue: every missing run once, in order, whoever else works on the folder, and whatever stops it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from cpnorm.lab import beyond, paper, reproduce
+from cpnorm.lab.config import Config
+from cpnorm.lab.paper import Compression, Row, Table
+from cpnorm.lab.reproduce import Job, Results, all_tables, expected_seconds, find_tables, missing_jobs
+
+TINY = Config(
+    model="lenet", data="digits", rank=2, init="kaiming_normal", optimizer="adam", epochs=1, batch_size=256, modes=True
+)
+BASE = Row("tiny/base", "base", TINY, None)
+CUT = Row(
+    "tiny/cut", "cut", TINY, None, starts_from="tiny/base", compression=Compression(0.5, 0.001, epochs=1, start="same")
+)
+TABLE = Table("tiny", "Tiny", "", rows=(BASE, CUT))
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reproduce, "all_tables", lambda: {"tiny": TABLE})
+    monkeypatch.setattr(paper, "row", lambda key: {row.key: row for row in TABLE.rows}[key])
+
+
+def run(folder: Path, seeds: int = 2, **options) -> list[Job]:
+    return reproduce.reproduce(
+        ["tiny"],
+        seeds=range(seeds),
+        results=folder / "results",
+        work=folder / "work",
+        announce=lambda _: None,
+        **options,
+    )
+
+
+def test_everything_missing_is_run_once(tmp_path: Path, tiny: None) -> None:
+    assert run(tmp_path) == []
+    lines = [json.loads(text) for text in (tmp_path / "results/tiny.jsonl").read_text().splitlines()]
+    assert [(line["row"], line["seed"]) for line in lines] == [
+        ("tiny/base", 0),
+        ("tiny/base", 1),
+        ("tiny/cut", 0),
+        ("tiny/cut", 1),
+    ]
+    base, cut = lines[0], lines[2]
+    assert base["weights"] > cut["weights"]
+    assert base["compression"] is None
+    assert cut["compression"]["rate"] == 0.5
+    assert base["at_once"] == 2
+    assert len(base["curve"]["test_accuracy"]) == 1
+    assert base["final"] == base["curve"]["test_accuracy"][-1]
+    assert base["environment"]["torch"]
+    assert base["config"] == TINY.replace(seed=0).to_json()
+    assert sum(base["histograms"]["features.2"]["after"]) == 2
+    assert base["explorer"]["accuracy"][0] == pytest.approx(base["final"], abs=0.6)
+    assert len(base["layers"]["features.0"]["lambdas"]) == 1
+    before = (tmp_path / "results/tiny.jsonl").read_bytes()
+    assert run(tmp_path) == []
+    assert (tmp_path / "results/tiny.jsonl").read_bytes() == before
+
+
+def test_a_time_limit_leaves_the_rest_and_the_next_call_goes_on(tmp_path: Path, tiny: None) -> None:
+    assert len(run(tmp_path, time_limit=0.0)) == 4
+    assert run(tmp_path) == []
+
+
+def test_networks_that_are_not_at_hand_are_trained_again(tmp_path: Path, tiny: None) -> None:
+    run(tmp_path, seeds=1)
+    path = tmp_path / "results/tiny.jsonl"
+    base = path.read_text().splitlines()[0]
+    path.write_text(base + "\n")
+    said: list[str] = []
+    left = reproduce.reproduce(
+        ["tiny"], seeds=[0], results=tmp_path / "results", work=tmp_path / "elsewhere", announce=said.append
+    )
+    assert left == []
+    assert any("training it again" in text for text in said)
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_a_failing_row_does_not_stop_the_others(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(reproduce, "compressed_start", broken)
+    assert [str(job) for job in run(tmp_path, seeds=1)] == ["tiny/cut, seed 0"]
+
+
+def test_a_claimed_job_is_left_to_its_owner(tmp_path: Path, tiny: None) -> None:
+    with Results(tmp_path / "results").claim(Job(BASE, 0)) as ours:
+        assert ours
+        left = run(tmp_path, seeds=1)
+    assert Job(BASE, 0) in left
+
+
+SCRIPT = """
+    import sys
+    from pathlib import Path
+    from cpnorm.lab import paper, reproduce
+    sys.path.insert(0, {here!r})
+    from test_reproduce import TABLE
+    reproduce.all_tables = lambda: {{"tiny": TABLE}}
+    paper.row = lambda key: {{row.key: row for row in TABLE.rows}}[key]
+    folder = Path(sys.argv[1])
+    reproduce.reproduce(["tiny"], seeds=range(2), results=folder / "results", work=folder / sys.argv[2], at_once=1)
+"""
+
+
+def start(folder: Path, work: str) -> subprocess.Popen:
+    code = textwrap.dedent(SCRIPT.format(here=str(Path(__file__).parent)))
+    return subprocess.Popen([sys.executable, "-c", code, str(folder), work], env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def finished(folder: Path) -> list[tuple[str, int]]:
+    lines = map(json.loads, (folder / "results/tiny.jsonl").read_text().splitlines())
+    return [(line["row"], line["seed"]) for line in lines]
+
+
+def test_two_processes_share_a_folder(tmp_path: Path) -> None:
+    processes = [start(tmp_path, work) for work in ("one", "two")]
+    assert [process.wait(timeout=300) for process in processes] == [0, 0]
+    done = finished(tmp_path)
+    assert sorted(done) == sorted(set(done))
+    assert {("tiny/base", 0), ("tiny/base", 1)} <= set(done)
+
+
+def test_a_killed_queue_goes_on(tmp_path: Path, tiny: None) -> None:
+    process = start(tmp_path, "work")
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "results/tiny.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=60)
+    assert run(tmp_path) == []
+    done = finished(tmp_path)
+    assert len(done) == len(set(done)) == 4
+
+
+def test_the_papers_queue(tmp_path: Path) -> None:
+    jobs = missing_jobs([], range(8), Results(tmp_path))
+    rows = {job.row.key for job in jobs}
+    assert len(rows) == 34
+    assert jobs[0].row.key == "cifar10/none-sgd"
+    assert all(job.row.same_as is None for job in jobs)
+    assert all(expected_seconds(job) > 0 for job in jobs)
+
+
+def test_single_rows_and_unknown_tables(tmp_path: Path) -> None:
+    jobs = missing_jobs(["cifar10/cp-sgd"], [0, 1], Results(tmp_path))
+    assert [str(job) for job in jobs] == ["cifar10/cp-sgd, seed 0", "cifar10/cp-sgd, seed 1"]
+    with pytest.raises(ValueError, match="unknown tables: cifar; there are cifar10"):
+        find_tables(["cifar"])
+    assert set(all_tables()) >= {"beyond-cifar10", "alexnet-ranks"}
+
+
+def test_our_rows_name_every_layer_and_start_from_rows_that_exist() -> None:
+    for table in beyond.TABLES:
+        for row in table.rows:
+            if row.starts_from:
+                assert paper.row(row.starts_from).config == row.config
+            else:
+                assert set(row.config.rank) == set(paper.paper_ranks(row.config.model))
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cifar10.jsonl").write_text('{"row": "a", "seed": 0}\n{"row": \n')
+    with pytest.raises(ValueError, match=r"cifar10.jsonl, line 2"):
+        Results(tmp_path).lines()
