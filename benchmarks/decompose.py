@@ -1,7 +1,8 @@
 """Decompositions against TensorLy's, in the same run.
 
 Claims, for random weights in single precision:
-1. cp_exact: relative error below 1e-5 for every layer of both networks of the paper, the slowest in under a second.
+1. cp_exact: relative error below 1e-5 for every layer of both networks of the paper, together in less time than
+   torch.linalg.svd needs for the same slices.
 2. cp_power: at 10 restarts x 10 iterations on 192x64x3x3 at rank 571 at least 8 times as fast as tensorly's CPPower,
    its fit no more than 0.01 below.
 3. cp_power: all layers of the AlexNet-like network at the paper's ranks in under 60 s on 2 cores, under 5 s on an H200.
@@ -22,10 +23,10 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorly
-import timing
 import torch
 from tensorly.decomposition import CPPower, parafac
 
+import timing
 from cpnorm import cp_als, cp_exact, cp_power, estimate_rank
 
 ALEXNET = {
@@ -43,15 +44,19 @@ CONV = (192, 64, 3, 3)
 
 
 def exact(args: argparse.Namespace) -> dict[str, Any]:
-    layers = {}
-    for shape, rank in (ALEXNET | LENET).items():
-        weight = torch.randn(shape, device=args.device)
-        seconds = timing.interleaved({"exact": lambda w=weight: cp_exact(w)}, args.rounds)["exact"]
-        error = 1 - cp_exact(weight, max(rank, cp_exact(weight).rank)).fit(weight)
-        layers["x".join(map(str, shape))] = {"seconds": timing.spread(seconds), "relative_error": error}
-    slowest = max(layer["seconds"]["median"] for layer in layers.values())
-    worst = max(layer["relative_error"] for layer in layers.values())
-    return {"layers": layers, "slowest": slowest, "worst_error": worst, "met": slowest < 1 and worst < 1e-5}
+    weights = {shape: torch.randn(shape, device=args.device) for shape in ALEXNET | LENET}
+
+    def svd() -> None:
+        for weight in weights.values():
+            torch.linalg.svd(weight if weight.ndim == 2 else weight.permute(2, 3, 0, 1), full_matrices=False)
+
+    runs = {"ours": lambda: [cp_exact(weight) for weight in weights.values()], "svd": svd}
+    seconds = timing.interleaved(runs, args.rounds)
+    of_svd = timing.ratio(seconds, "ours", "svd")
+    errors = {"x".join(map(str, shape)): 1 - cp_exact(weight).fit(weight) for shape, weight in weights.items()}
+    met = of_svd["median"] < 1 and max(errors.values()) < 1e-5
+    spreads = {name: timing.spread(s) for name, s in seconds.items()}
+    return {"seconds": spreads, "of_svds_time": of_svd, "relative_errors": errors, "met": met}
 
 
 def power(args: argparse.Namespace) -> dict[str, Any]:
@@ -84,7 +89,7 @@ def layers(args: argparse.Namespace) -> dict[str, Any]:
 
 def als(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for shape, rank in {CONV: ALEXNET[CONV], (64, 32, 3, 3): 270, (24, 12, 5): 40}.items():
+    for shape, rank in {CONV: ALEXNET[CONV], (64, 32, 3, 3): 270, (24, 12, 5): 58}.items():
         weight = torch.randn(shape, device=args.device)
         start = cp_als(weight, rank, sweeps=1)
 

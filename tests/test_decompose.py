@@ -265,6 +265,10 @@ class TestAls:
             ({"sweeps": 0}, "expected sweeps >= 1"),
             ({"ridge": -1}, "ridge >= 0"),
             ({"tolerance": -1}, "tolerance >= 0"),
+            (
+                {"init": CPTensor.from_terms(torch.full((3,), math.nan), [torch.ones(d, 3) for d in (4, 3, 2)])},
+                "finite",
+            ),
             ({"init": "svd"}, "expected init to be 'random', 'power', 'exact' or a CPTensor, got 'svd'"),
             (
                 {"init": cp_exact(torch.ones(4, 3, 2), 2)},
@@ -352,6 +356,12 @@ class TestAll:
         assert {t.dtype for t in (cp.sigma, cp.lambdas, *cp.factors)} == {dtype}
         assert relative_error(cp, weight) < {torch.float16: 0.01, torch.bfloat16: 0.05}.get(dtype, 0.003)
         assert_unit_columns(cp, 0.01)
+
+    def test_autocast_changes_nothing(self, decompose):
+        weight = draw((8, 6, 3))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inside = decompose(weight, 10, generator=seeded())
+        assert_equal(inside, decompose(weight, 10, generator=seeded()))
 
     @pytest.mark.parametrize("scale", [1e-35, 1e-20, 1e20, 1e35])
     def test_the_scale_of_the_weight_does_not_matter(self, decompose, scale):

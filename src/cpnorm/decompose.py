@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import reduce
-from typing import Literal, NamedTuple
+from functools import reduce, wraps
+from typing import Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,19 @@ from torch import Tensor
 from cpnorm.tensor import CPTensor, khatri_rao
 
 Progress = Callable[[int, int], None]  # (done, of how many)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _in_full_precision(decompose: Callable[P, T]) -> Callable[P, T]:
+    """Without gradients, and outside of autocast, which would make the matrix products bfloat16."""
+
+    @wraps(decompose)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return decompose(*args, **kwargs)
+
+    return run
 
 
 def exact_rank(shape: Sequence[int]) -> int:
@@ -24,7 +37,7 @@ def exact_rank(shape: Sequence[int]) -> int:
     return math.prod(shape) // max(shape)
 
 
-@torch.no_grad()
+@_in_full_precision
 def cp_exact(weight: Tensor, rank: int | None = None, *, generator: torch.Generator | None = None) -> CPTensor:
     """The canonical form made of the singular vectors of the slices along the two largest modes; nothing iterates.
 
@@ -58,7 +71,7 @@ def cp_exact(weight: Tensor, rank: int | None = None, *, generator: torch.Genera
     return _as_given(weight, scale, lambdas, factors)
 
 
-@torch.no_grad()
+@_in_full_precision
 def cp_power(
     weight: Tensor,
     rank: int,
@@ -84,7 +97,7 @@ def cp_power(
     rank = _checked_rank(rank, weight)
     if restarts < 1 or iterations < 1:
         raise ValueError(f"expected restarts >= 1 and iterations >= 1, got {restarts} and {iterations}")
-    if scale == 0 or sum(d > 1 for d in dense.shape) <= 2:
+    if scale == 0 or _is_matrix(dense.shape):
         return cp_exact(weight, rank, generator=generator)
 
     order = sorted(range(dense.ndim), key=lambda mode: -dense.shape[mode])
@@ -93,18 +106,23 @@ def cp_power(
     residual = dense.permute(order).reshape(sizes[0], -1).clone()
     transposed = residual.mT.contiguous()
     starts = [_random_units(rank + restarts, size, dense, generator) for size in sizes]
-    pool = [start[:restarts].clone() for start in starts]  # (S, d) for every mode
     slots = torch.arange(restarts, device=dense.device)
     term = torch.zeros(1, dtype=torch.long, device=dense.device)
     lambdas = dense.new_zeros(rank)
     found = [dense.new_zeros(rank, size) for size in sizes]
 
+    def fresh() -> list[Tensor]:  # (S, d) for every mode
+        # A shift of its own for every mode: no combination of random vectors ever starts twice.
+        return [start[(term + slots * shift) % len(start)] for shift, start in enumerate(starts, start=1)]
+
+    pool = fresh()
+
     def next_term() -> None:  # no Python value depends on a tensor here, so that a GPU can capture and replay it
         candidates = list(pool)
         for _ in range(iterations):
             values = _power_sweep(residual, transposed, candidates)
-        candidates[0], sizes = _unit_rows(candidates[0])
-        values = values / sizes.clamp_min(torch.finfo(sizes.dtype).tiny)
+        candidates[0], lengths = _unit_rows(candidates[0])
+        values = values / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
         best = values.argmax(keepdim=True)
         winner = [c[best] for c in candidates]  # (1, d)
         long_side, short_side = winner[0][0] * values[best], reduce(torch.kron, [w[0] for w in winner[1:]])
@@ -117,17 +135,15 @@ def cp_power(
 
         overlap = reduce(torch.mul, [(c * w).sum(1) for c, w in zip(candidates, winner, strict=True)])
         again = ((overlap > 0.5) | (slots == best))[:, None]
-        for mode, (start, candidate) in enumerate(zip(starts, candidates, strict=True)):
-            # A shift of its own for every mode: no combination of random vectors ever starts twice.
-            fresh = start[(term + slots * (mode + 1)) % len(start)]
-            pool[mode].copy_(torch.where(again, fresh, candidate))
+        for slot, start, candidate in zip(pool, fresh(), candidates, strict=True):
+            slot.copy_(torch.where(again, start, candidate))
 
     _repeat(next_term, rank, dense.device, progress)
     factors = [found[order.index(mode)].mT.contiguous() for mode in range(dense.ndim)]
     return _as_given(weight, scale, lambdas, factors)
 
 
-@torch.no_grad()
+@_in_full_precision
 def cp_als(
     weight: Tensor,
     rank: int,
@@ -160,8 +176,10 @@ def cp_als(
         if init.shape != tuple(weight.shape) or init.rank != rank:
             expected = f"rank {rank} and shape {tuple(weight.shape)}"
             raise ValueError(f"expected init of {expected}, got rank {init.rank} and shape {init.shape}")
-        start = init.to(dense.device).to(dense.dtype).normalize()
-        start = CPTensor(start.sigma / scale, start.lambdas, start.factors)
+        start = init.to(dense.device).to(torch.float64).normalize()
+        if not (start.sigma * start.lambdas).isfinite().all():
+            raise ValueError(f"expected an init of finite numbers, got NaN or infinity in one of shape {init.shape}")
+        start = CPTensor.from_terms(start.sigma * start.lambdas / scale, start.factors).to(dense.dtype)
     elif init == "random":
         units = [_random_units(rank, size, dense, generator).mT for size in dense.shape]
         start = CPTensor.from_terms(dense.new_zeros(rank), units)
@@ -181,7 +199,7 @@ class RankEstimate(NamedTuple):
     curve: list[tuple[int, float]]
 
 
-@torch.no_grad()
+@_in_full_precision
 def estimate_rank(
     weight: Tensor,
     fit: float = 0.99,
@@ -208,7 +226,7 @@ def estimate_rank(
     largest_error = 1 - fit + max(dense.shape) * torch.finfo(dense.dtype).eps  # a fit of 1 up to rounding is one
     if scale == 0:
         return RankEstimate(1, [(1, 1.0)])
-    if sum(d > 1 for d in dense.shape) <= 2:
+    if _is_matrix(dense.shape):
         tails = cp_exact(dense).lambdas.double().square().flip(0).cumsum(0).flip(0)  # of terms r, r + 1, ...
         errors = {r: math.sqrt(tail) for r, tail in enumerate([*tails.tolist()[1:], 0.0], start=1)}
     else:
@@ -270,9 +288,9 @@ def _svd_of_wide(slices: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # (K, d, D),
         left, values, right = torch.linalg.svd(slices, full_matrices=False)
         return left, values, right
     wide = slices.double()
-    left = torch.linalg.eigh(wide @ wide.mT).eigenvectors.to(slices.dtype)
-    right, values = _unit_rows(left.mT @ slices)
-    return left, values, right
+    left = torch.linalg.eigh(wide @ wide.mT).eigenvectors
+    right, values = _unit_rows(left.mT @ wide)
+    return left.to(slices.dtype), values.to(slices.dtype), right.to(slices.dtype)
 
 
 def _power_sweep(residual: Tensor, transposed: Tensor, candidates: list[Tensor]) -> Tensor:
@@ -401,6 +419,10 @@ def _scaled(weight: Tensor) -> tuple[Tensor, float]:
     dense = dense / largest
     norm = torch.linalg.vector_norm(dense).item()
     return dense / norm, largest * norm
+
+
+def _is_matrix(shape: Sequence[int]) -> bool:
+    return sum(size > 1 for size in shape) <= 2
 
 
 def _checked_rank(rank: int, weight: Tensor) -> int:
