@@ -125,6 +125,9 @@ def choose_forms(
         raise ValueError(f"{type(model).__name__} has no canonical layer to factorize")
     if unknown := [name for name in asked if name not in layers]:
         raise ValueError(f"forms names no canonical layer: {', '.join(unknown)}")
+    for name, form in asked.items():
+        if form not in (known := [*forms_of(layers[name]), "dense"]):
+            raise ValueError(f"expected form to be one of {', '.join(known)}, got {form!r} for {name}")
     if goal not in ("time", "weights"):
         raise ValueError(f"expected goal to be time or weights, got {goal!r}")
 
