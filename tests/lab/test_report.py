@@ -165,6 +165,17 @@ class TestDocument:
                 numbers = re.findall(r"nan|inf", drawing.svg.split("</title>", 1)[1])
                 assert not numbers, drawing.key
 
+    def test_legends_and_labels_name_what_is_drawn(self, results):
+        drawings = {d.key: d.svg for g in blocks(build(results).sections, Gallery) for d in g.drawings}
+        names = re.findall(r"<text[^>]*>([^<]*)</text>", drawings["weights-cifar10"])
+        assert {"published", "the paper&#x27;s rows, ours", "plain networks, ours", "our recipes"} <= set(names)
+        assert [names.count(key.rpartition("/")[2]) for key in synthetic_results.OWN] == [1, 1, 1]
+        names = re.findall(r"<text[^>]*>([^<]*)</text>", drawings["curve-cifar10-sgd"])
+        assert {"none (n = 3)", "weight (n = 3)", "CP (n = 3)"} <= set(names)
+        assert {"σ", "λ that grows", "λ that shrinks"} <= set(
+            re.findall(r">([^<]+)</text>", drawings["lambda-progress"])
+        )
+
     def test_captions_are_computed(self, results):
         captions = {d.key: d.caption for g in blocks(build(results).sections, Gallery) for d in g.drawings}
         assert "15.4 % of the published" in captions["lambda-before"]  # 300 of 1948, bins at the border in proportion

@@ -304,8 +304,8 @@ def provenance(records: Records) -> Section:
     section.blocks.append(
         Text(
             f"{len(runs)} runs, {diverged} of them diverged; {hours:.1f} hours of training when each run's time is "
-            "added up (several share a GPU). Every number on this page is computed from the result "
-            "files; none is typed."
+            "added up (several share a GPU). Every number of ours on this page is computed from the "
+            "result files; none is typed."
         )
     )
     keys = ("gpu", "torch", "cuda", "python", "cpnorm", "commit")

@@ -191,8 +191,8 @@ def accuracy_against_weights(records: Records, own_rows: Sequence[str]) -> list[
         )
         for entries, style, shape, label in kinds:
             for x, y, spread, note in entries:
-                label = note.partition(":")[0].rpartition("/")[2] if entries is own else ""
-                plot.dot((x, y), style, note, shape=shape, spread=spread, label=label)
+                name_beside = note.partition(":")[0].rpartition("/")[2] if entries is own else ""
+                plot.dot((x, y), style, note, shape=shape, spread=spread, label=name_beside)
             if entries:
                 plot.name(shape, style, label)
         caption = (

@@ -47,9 +47,12 @@ def text(value: str) -> str:
 
 
 def standalone(drawing: Drawing) -> str:
-    """The drawing with its style inside, for a file of its own."""
+    """The drawing with its style and its ground inside, for a file of its own."""
     start = drawing.svg.index(">") + 1
-    return f"{drawing.svg[:start]}<style>{STYLE}</style>{drawing.svg[start:]}\n"
+    ground = (
+        '<rect width="100%" height="100%" fill="var(--paper)"/>'  # the page around it may be dark while it is light
+    )
+    return f"{drawing.svg[:start]}<style>{STYLE}</style>{ground}{drawing.svg[start:]}\n"
 
 
 def _drawings(sections: list[Section]) -> list[Drawing]:
