@@ -1,0 +1,118 @@
+"""What is seen of a run while it lasts: a line that a terminal redraws, a line now and then elsewhere, TensorBoard."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cpnorm.lab.train import Observer, Trainer
+
+QUIET = 10.0  # seconds between two lines where there is no terminal to redraw
+
+
+class Watch:
+    """Follows one run: ``with Watch(console) as watch``, then ``watch.follow(trainer)``; an observer of it as well."""
+
+    def __init__(self, console: Console, silent: bool = False) -> None:
+        self.console, self.silent, self.note = console, silent, "reading the data"
+        self._trainer: Trainer | None = None
+        self._started = self._spoken = 0.0
+        draws = console.is_terminal and not silent
+        self._live = Live(self, console=console, refresh_per_second=4, transient=True) if draws else None
+
+    def __enter__(self) -> Watch:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def preparing(self, layer: str, done: int, total: int) -> None:
+        """Progress of ``canonical_norm``."""
+        self.note = f"canonical form of {layer} ({done + 1} of {total})" if done < total else "starting"
+
+    def follow(self, trainer: Trainer) -> None:
+        """Show the progress of this run from now on."""
+        self._trainer, self._started = trainer, time.monotonic()
+
+    def __call__(self, trainer: Trainer, line: dict[str, Any]) -> None:
+        """As an observer: where nothing can be redrawn, a line at the first epoch, the last, and now and then."""
+        now = time.monotonic()
+        if not (self._live or self.silent) and (trainer.finished or not self._spoken or now - self._spoken > QUIET):
+            self._spoken = now
+            self.console.print(f"epoch {line['epoch']}/{trainer.config.epochs}  {results(line)}  {self._pace()}")
+
+    def __rich__(self) -> RenderableType:
+        trainer = self._trainer
+        if trainer is None:
+            return self.note
+        done, total = trainer.epoch * trainer.batches + trainer.batch, trainer.config.epochs * trainer.batches
+        row = Table.grid(padding=(0, 2))
+        row.add_row(
+            f"epoch {min(trainer.epoch + 1, trainer.config.epochs)}/{trainer.config.epochs}",
+            ProgressBar(total=max(total, 1), completed=done, width=24),
+            results(trainer.history[-1]) if trainer.history else "",
+            self._pace(),
+        )
+        return row
+
+    def _pace(self) -> str:
+        """Images a second, evaluation included, and how long the rest takes at that."""
+        trainer = self._trainer
+        if trainer is None:
+            return ""
+        if trainer.history:
+            epoch = trainer.history[-1]["seconds"]
+        else:
+            epoch = (time.monotonic() - self._started) * trainer.batches / max(trainer.batch, 1)
+        left = epoch * (trainer.config.epochs - trainer.epoch - trainer.batch / trainer.batches)
+        return f"{len(trainer.data.train_labels) / max(epoch, 1e-9):,.0f} images/s  {duration(left)} left"
+
+
+def results(line: dict[str, Any]) -> str:
+    """An epoch in a few words."""
+    chosen = f"  validation {line['validation_accuracy']:.2f} %" if "validation_accuracy" in line else ""
+    accuracies = f"train {line['train_accuracy']:.2f} %{chosen}  test {line['test_accuracy']:.2f} %"
+    return f"loss {line['loss']:.4f}  {accuracies}"
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds.
+
+    >>> duration(75), duration(7325)
+    ('1:15', '2:02:05')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def tensorboard(folder: Path, epoch: int) -> Observer:
+    """An observer that writes every epoch for TensorBoard; what a killed run wrote after ``epoch`` is overwritten."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    import cpnorm
+
+    writer = SummaryWriter(str(folder), purge_step=epoch + 1)
+
+    def write(trainer: Trainer, line: dict[str, Any]) -> None:
+        numbers = {key: value for key, value in line.items() if isinstance(value, float)}
+        for name, layer in line["layers"].items():
+            numbers |= {f"sigma/{name}": layer["sigma"], f"lambda median/{name}": layer["lambda_size_quartiles"][2]}
+        for key, value in numbers.items():
+            writer.add_scalar(key, value, line["epoch"])
+        for name, layer in cpnorm.canonical_layers(trainer.model).items():
+            writer.add_histogram(f"lambda/{name}", layer.lambdas.detach().float().cpu(), line["epoch"])
+        writer.flush()
+
+    return write
