@@ -19,7 +19,7 @@ class Elimination:
     """The order in which the terms of a layer should go, and what has been lost after each; the last one never goes."""
 
     order: Tensor  # (R,) the first to go first
-    loss: Tensor  # (R,) after 0, 1, ..., R - 1 have gone
+    loss: Tensor  # (R,) after 0, 1, ..., R - 1 have gone: see ``_barrier``
 
     @property
     def rank(self) -> int:
@@ -34,7 +34,7 @@ def by_score(scores: Tensor) -> Elimination:  # (R,)
     """Smallest first, as if every term's loss were its own affair; of equals the last goes first."""
     order = scores.argsort(descending=True, stable=True).flip(0)
     gone = scores[order].double().cumsum(0)
-    return Elimination(order, torch.cat([gone.new_zeros(1), gone[:-1]]))
+    return Elimination(order, _barrier(torch.cat([gone.new_zeros(1), gone[:-1]]), gone[-1]))
 
 
 def by_gram(gram: Tensor) -> Elimination:  # (R, R)
@@ -52,7 +52,17 @@ def by_gram(gram: Tensor) -> Elimination:  # (R, R)
         loss.append(loss[-1] + cost[term].item())
         cost += 2 * gram[term]
         cost[term] = math.inf
-    return Elimination(torch.tensor(order), torch.tensor(loss[:-1], dtype=torch.float64))
+    return Elimination(torch.tensor(order), _barrier(torch.tensor(loss[:-1], dtype=torch.float64), gram.sum()))
+
+
+def _barrier(lost: Tensor, whole: Tensor) -> Tensor:  # (R,), () -> (R,)
+    """-whole * log(1 - lost / whole): as much as was lost while that is little, without bound as the layer goes blind.
+
+    What reaches the end of a chain of layers is a product of the shares that each lets through, and so the logarithms
+    add up. Added as they are, losses would empty the layer with the dearest terms for the sake of the others.
+    """
+    whole = whole.clamp_min(torch.finfo(torch.float64).tiny)
+    return -whole * torch.log((1 - lost / whole).clamp_min(1e-9))
 
 
 def energy_lost(gram: Tensor, order: Tensor) -> Tensor:  # (R, R), (R,) -> (R,)

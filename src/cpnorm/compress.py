@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -17,16 +17,16 @@ from cpnorm.layers import CPLayer
 from cpnorm.observe import (
     Batch,
     LossFunction,
-    Responses,
     Work,
     count_work,
     identity,
     mean_loss,
+    output_gram,
     taylor_scores,
-    term_responses,
+    term_moments,
 )
 from cpnorm.optimizers import cut_states
-from cpnorm.refit import REFITS, Fitted, fit, output_overlaps
+from cpnorm.refit import REFITS, Fitted, fit, refit_outputs
 from cpnorm.summary import LayerReport, Report, count_weights
 from cpnorm.tensor import CPTensor
 
@@ -50,6 +50,7 @@ def truncate(
     example_input: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
     skip: Skip = (),
+    dry_run: bool = False,
 ) -> Report:
     """Drop terms of a canonical layer, or of all canonical layers of a model, in place, under exactly one budget.
 
@@ -79,6 +80,7 @@ def truncate(
         optimizer: its state is cut to the kept terms, so that training goes on ("als" makes new terms, whose state
             starts anew). Without it an optimizer that has state raises at its next step.
         skip: layers to leave alone: names, patterns such as "features.*", or types.
+        dry_run: only report what would happen.
 
     >>> from cpnorm import canonical_norm
     >>> model = canonical_norm(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)))
@@ -91,16 +93,17 @@ def truncate(
     layers = _chosen(model, skip)
     batches = list(data) if data is not None else []
     work = count_work(model, example_input) if example_input is not None else {}
-    responses = _responses(model, layers, batches) if criterion != "taylor" or refit == "outputs" else {}
     if criterion == "taylor":
         scores = taylor_scores(model, layers, batches, loss_function)
         eliminations = {name: budgets.by_score(score) for name, score in scores.items()}
     else:
-        eliminations = {name: _eliminate(layer, criterion, responses.get(name)) for name, layer in layers.items()}
+        moments = term_moments(model, [inputs for inputs, _ in batches])
+        eliminations = {n: _eliminate(layer, criterion, moments.get(identity(layer))) for n, layer in layers.items()}
 
     def fitted(dropped: Mapping[str, int]) -> dict[str, Fitted]:
         kept = {name: eliminations[name].kept(count) for name, count in dropped.items() if count}
-        return {name: fit(layers[name], terms, refit, responses.get(name)) for name, terms in kept.items()}
+        forms = {name: fit(layers[name], terms, refit) for name, terms in kept.items()}
+        return refit_outputs(model, layers, forms, [x for x, _ in batches]) if refit == "outputs" else forms
 
     def measured(dropped: Mapping[str, int]) -> float:
         instead = dict(pair for name, form in fitted(dropped).items() for pair in form.named(name))
@@ -112,6 +115,8 @@ def truncate(
     how = f"{budget}={amount}, criterion={criterion}, refit={refit}"
     report = _report(how, model, layers, forms, work, *losses)
     states = cut_states(optimizer, layers, forms) if optimizer is not None else []
+    if dry_run:
+        return report
 
     # Everything is known and checked: from here on nothing can fail half way.
     for name, form in forms.items():
@@ -179,22 +184,17 @@ def _chosen(model: nn.Module, skip: Skip) -> dict[str, CPLayer]:
 # --- choosing -----------------------------------------------------------------------------------------------------
 
 
-def _responses(model: nn.Module, layers: Mapping[str, CPLayer], batches: Sequence[Batch]) -> dict[str, Responses]:
-    found = term_responses(model, (inputs for inputs, _ in batches))
-    for name, layer in layers.items():
-        if batches and identity(layer) not in found:
-            raise ValueError(f"expected data that reach every layer, but {name} never runs: skip it")
-    return {name: found[identity(layer)] for name, layer in layers.items() if batches}
-
-
-def _eliminate(layer: CPLayer, criterion: str, responses: Responses | None) -> Elimination:
-    cp = layer.cp.to(torch.float64)
-    scales = cp.sigma * cp.lambdas
-    if criterion == "lambda" and responses is None:
-        return budgets.by_score(scales.square() / torch.linalg.vector_norm(layer.weight).double().square())
-    gram = cp.gram() if responses is None else output_overlaps(layer, responses) * scales[:, None] * scales
-    gram = gram / gram.sum().clamp_min(torch.finfo(gram.dtype).tiny)
-    return budgets.by_gram(gram) if criterion == "gram" else budgets.by_score(gram.diagonal())
+def _eliminate(layer: CPLayer, criterion: str, moments: Tensor | None) -> Elimination:
+    """By what each term does to the weight or, with moments, to the outputs, as a share of what all do."""
+    tiny = torch.finfo(torch.float64).tiny
+    if criterion == "lambda" and moments is None:
+        squares = layer.lambdas.double().square()
+    else:
+        gram = layer.cp.to(torch.float64).gram() if moments is None else output_gram(layer, moments)
+        if criterion == "gram":
+            return budgets.by_gram(gram / gram.sum().clamp_min(tiny))
+        squares = gram.diagonal()
+    return budgets.by_score(squares / squares.sum().clamp_min(tiny))
 
 
 def _choose(

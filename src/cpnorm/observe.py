@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cpnorm.contract import plan
 from cpnorm.layers import CPLayer
-from cpnorm.tensor import khatri_rao, unit_columns
+from cpnorm.tensor import CPTensor, khatri_rao
 
 Batch = tuple[Any, Any]  # inputs, targets
 LossFunction = Callable[[Any, Any], Tensor]
@@ -51,14 +51,13 @@ def _beside(model: nn.Module, value: Any) -> Any:
 
 
 @torch.no_grad()
-def watch(model: nn.Module, inputs: Iterable[Any], seen: Seen) -> None:
-    """Run the model, and show ``seen`` each linear or convolutional layer with what it is called with."""
+def watch(model: nn.Module, inputs: Any, seen: Seen, instead: Mapping[str, Tensor] | None = None) -> None:
+    """Run the model once, and show ``seen`` each linear or convolutional layer with what it is called with."""
     layers = [module for module in model.modules() if isinstance(module, LAYERS)]
     handles = [layer.register_forward_pre_hook(seen, with_kwargs=True) for layer in layers]
     try:
         with evaluating(model):
-            for each in inputs:
-                run(model, each)
+            run(model, inputs, instead)
     finally:
         for handle in handles:
             handle.remove()
@@ -99,7 +98,7 @@ def count_work(model: nn.Module, example_input: Any) -> dict[int, Work]:
             before.per_term + plan(layer, shape, 1, modes=modes).factors.flops,
         )
 
-    watch(model, [example_input], seen)
+    watch(model, example_input, seen)
     return work
 
 
@@ -109,65 +108,52 @@ def _batched_shape(layer: nn.Module, x: Tensor) -> tuple[int, ...]:
 
 
 # --- responses ----------------------------------------------------------------------------------------------------
+#
+# A layer computes y = sum_r scale_r a_r z_r + bias, with z_r = (b_r o c_r o ...)(x) what term r makes of the input
+# before its output vector a_r. So z tells how far y moves when terms go or change, whatever the geometry of the layer.
 
 
-class Responses:
-    """Second moments of z_r = (b_r o c_r o ...)(x), what terms make of the input before their output vectors.
-
-    The layer's output is y = sum_r scale_r a_r z_r + bias, so these moments say how far y moves when terms go, change
-    their scale or get another output vector; strides, padding and groups are all inside z. One row and column more than
-    terms: a constant 1 stands for the bias.
-    """
-
-    def __init__(self, groups: int, rank: int) -> None:
-        self.moments = torch.zeros(groups, rank + 1, rank + 1, dtype=torch.float64)  # summed over the positions seen
-
-    def add(self, z: Tensor) -> None:  # (positions, groups, R)
-        """Take more positions in."""
-        ones = z.new_ones(*z.shape[:2], 1)
-        z = torch.cat([z, ones], dim=2).transpose(0, 1)
-        self.moments = self.moments.to(z.device) + (z.mT @ z).double()
-
-
-def term_responses(model: nn.Module, inputs: Iterable[Any]) -> dict[int, Responses]:
-    """For every canonical layer that runs, by its ``identity``."""
-    found: dict[int, Responses] = {}
+def term_moments(model: nn.Module, inputs: Iterable[Any]) -> dict[int, Tensor]:  # -> (G, R, R) each
+    """z z^T summed over positions and inputs, for every group of every canonical layer that runs, by ``identity``."""
+    moments: dict[int, Tensor] = {}
 
     def seen(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not isinstance(layer, CPLayer):
-            return
-        z = _without_output_vectors(layer).forward(*args, **kwargs)
-        groups = getattr(layer, "groups", 1)
-        if not isinstance(layer, nn.Linear):
-            z = z.movedim(-1 - len(cast(nn.Conv2d, layer).kernel_size), -1)
-        positions = z.reshape(-1, groups, layer.rank).float()
-        found.setdefault(identity(layer), Responses(groups, layer.rank)).add(positions)
+        if isinstance(layer, CPLayer):
+            z = term_responses(layer, *args, **kwargs).transpose(0, 1)
+            moments[identity(layer)] = moments.get(identity(layer), 0.0) + (z.mT @ z).double()
 
-    watch(model, inputs, seen)
-    return found
+    for each in inputs:
+        watch(model, each, seen)
+    return moments
 
 
-def _without_output_vectors(layer: CPLayer) -> CPLayer:
-    """A twin of the layer whose output is z: scales of one, and each term's output vector a unit vector of its own."""
+def term_responses(layer: CPLayer, *args: Any, **kwargs: Any) -> Tensor:  # -> (positions, G, R)
+    """z of a layer that is called with these arguments."""
+    # The layer itself computes z where each term has an output vector of its own: a column of the identity.
     twin: Any = copy.copy(layer)
     twin._parameters, twin._modules = dict(layer._parameters), dict(layer._modules)
-    rank, groups = layer.rank, getattr(layer, "groups", 1)
-    each = torch.eye(rank, dtype=layer.lambdas.dtype, device=layer.lambdas.device)
+    units, copies = torch.eye(layer.rank, dtype=layer.lambdas.dtype, device=layer.lambdas.device), 1
     if isinstance(layer, nn.Linear):
-        factors = [each, *layer.factors[output_modes(layer) :]]
-        twin.out_features = rank
-        groups = 1
-    elif layer.transposed:
-        factors = [layer.factors[0], each, *layer.factors[2:]]  # all groups share the output vectors
-        groups = 1
+        factors = [units, *layer.factors[output_modes(layer) :]]
+        twin.out_features = layer.rank
+    elif cast(nn.modules.conv._ConvNd, layer).transposed:
+        factors = [layer.factors[0], units, *layer.factors[2:]]  # the groups share the output vectors
     else:
-        factors = [each.repeat(groups, 1), *layer.factors[1:]]
-    # The layer divides columns by their norms, which for a stack of identities is sqrt(groups).
-    twin.sigma = nn.Parameter(layer.sigma.new_tensor(math.sqrt(groups)))
+        copies = cast(nn.modules.conv._ConvNd, layer).groups
+        factors = [units.repeat(copies, 1), *layer.factors[1:]]
+    twin.sigma = nn.Parameter(layer.sigma.new_tensor(math.sqrt(copies)))  # the layer divides by the columns' norms
     twin.lambdas = nn.Parameter(torch.ones_like(layer.lambdas))
     twin.factors = nn.ParameterList(factors)
     twin.path, twin.bias = "factors", None
-    return cast(CPLayer, twin)
+    return by_position(layer, twin.forward(*args, **kwargs))
+
+
+def by_position(layer: nn.Module, y: Tensor) -> Tensor:  # -> (positions, G, features of one group)
+    """Outputs of a layer, with all that is not a feature in one dimension."""
+    if isinstance(layer, nn.modules.conv._ConvNd):
+        y = y.movedim(-1 - len(layer.kernel_size), -1)
+    groups = getattr(layer, "groups", 1)
+    return y.reshape(-1, groups, y.shape[-1] // groups).float()
 
 
 def output_modes(layer: nn.Linear) -> int:
@@ -176,14 +162,19 @@ def output_modes(layer: nn.Linear) -> int:
     return next(n for n in range(1, len(modes)) if math.prod(modes[:n]) == layer.out_features)
 
 
-def output_vectors(layer: CPLayer) -> Tensor:  # -> (groups or 1, O / groups, R)
-    """Unit vectors that take the terms' responses to the outputs of each group."""
-    units = [unit_columns(f) for f in layer.factors]
+def output_vectors(layer: CPLayer, cp: CPTensor) -> Tensor:  # -> (G, O / G, R); G is 1 where groups share them
+    """What takes the terms' responses to the outputs, in a layer whose weight has this form."""
     if isinstance(layer, nn.Linear):
-        return khatri_rao(units[: output_modes(layer)])[None]
-    if cast(nn.modules.conv._ConvNd, layer).transposed:
-        return units[1][None]
-    return units[0].reshape(cast(nn.Conv2d, layer).groups, -1, layer.rank)
+        return khatri_rao(cp.factors[: output_modes(layer)])[None]
+    convolution = cast(nn.modules.conv._ConvNd, layer)
+    return cp.factors[1][None] if convolution.transposed else cp.factors[0].reshape(convolution.groups, -1, cp.rank)
+
+
+def output_gram(layer: CPLayer, moments: Tensor) -> Tensor:  # (G, R, R) -> (R, R)
+    """Inner products of the terms' outputs, over the positions whose ``term_moments`` these are."""
+    cp = layer.cp.to(torch.float64)
+    vectors = output_vectors(layer, cp) * (cp.sigma * cp.lambdas)
+    return ((vectors.mT @ vectors) * moments).sum(0)
 
 
 # --- loss ---------------------------------------------------------------------------------------------------------

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cpnorm.decompose import cp_als
 from cpnorm.layers import CPLayer
-from cpnorm.observe import Responses, output_modes, output_vectors
+from cpnorm.observe import by_position, identity, output_modes, output_vectors, term_responses, watch
 from cpnorm.tensor import CPTensor
 
 REFITS = ("none", "lambdas", "als", "outputs")
-RIDGE = 1e-6  # of the mean diagonal: for terms so alike that their shares are not determined
+RIDGE = 1e-5  # of the mean diagonal: for terms so alike that their shares are not determined
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,26 +36,24 @@ class Fitted:
         return ((f"{layer}.{key}" if layer else key, value) for key, value in values.items())
 
 
-def fit(layer: CPLayer, kept: Tensor, refit: str, responses: Responses | None) -> Fitted:
-    """The kept terms of a layer, after this refit."""
+def fit(layer: CPLayer, kept: Tensor, refit: str) -> Fitted:
+    """The kept terms of a layer, refitted to its weight; "outputs" starts from what "als" finds."""
     cp, kept = layer.cp, kept.to(layer.lambdas.device)
-    if refit == "outputs" and responses is not None:
-        return refit_outputs(layer, kept, responses)
-    if refit == "als":
+    if refit in ("als", "outputs"):
         return Fitted(refit_als(cp, kept), None)
     return Fitted(refit_lambdas(cp, kept) if refit == "lambdas" else cp.select(kept), kept)
 
 
-def refit_lambdas(cp: CPTensor, kept: Tensor, overlaps: Tensor | None = None) -> CPTensor:
-    """The kept terms with the lambdas of least squared error against all of them.
+def refit_lambdas(cp: CPTensor, kept: Tensor) -> CPTensor:
+    """The kept terms with the lambdas of least squared error against the weight that all of them make.
 
-    ``overlaps`` (R, R) are the inner products of the terms without their lambdas: those of the weights by default,
-    or of the outputs. Solves for the change only, with a ridge on it, so that the error never grows.
+    Closed form through the inner products of the unit terms. Solves for the change only, with a ridge on it, so that
+    the error never grows.
     """
     wide = cp.to(torch.float64)
-    overlaps = reduce(torch.mul, [f.mT @ f for f in wide.factors]) if overlaps is None else overlaps
-    gone = _others(kept, cp.rank)
-    change = _solve(overlaps[kept][:, kept], overlaps[kept][:, gone] @ wide.lambdas[gone])
+    overlaps = reduce(torch.mul, [f.mT @ f for f in wide.factors])
+    gone = torch.ones(cp.rank, dtype=torch.bool, device=kept.device).index_fill(0, kept, False)
+    change = _solve(overlaps[kept][:, kept], (overlaps[kept][:, gone] @ wide.lambdas[gone])[:, None])[:, 0]
     left = wide.select(kept)
     return CPTensor(left.sigma, left.lambdas + change, left.factors).to(cp.lambdas.dtype)
 
@@ -68,56 +67,83 @@ def refit_als(cp: CPTensor, kept: Tensor, sweeps: int = 10) -> CPTensor:
     return CPTensor(cp.sigma, fitted.lambdas * (fitted.sigma / cp.sigma), fitted.factors)
 
 
-def refit_outputs(layer: CPLayer, kept: Tensor, responses: Responses) -> Fitted:
-    """The kept terms with the output vectors and the bias of least squared error against the layer's old outputs.
+def refit_outputs(
+    model: nn.Module, layers: Mapping[str, CPLayer], forms: Mapping[str, Fitted], inputs: Sequence[Any]
+) -> dict[str, Fitted]:
+    """The forms with the output vectors and the bias of least squared error against the old layer's outputs.
 
-    y = B z with z what the terms make of the input and B their scaled output vectors, so that this is a regression of
-    what went, B_gone z_gone, on the z that stays. A linear layer whose outputs are several modes has no free output
-    vectors: its lambdas alone are refitted, in the same sense.
+    y = B z + bias with z what the terms make of the input and B their scaled output vectors: a linear regression. Layer
+    after layer in the order they run, each on the inputs that the truncated layers before it hand it, so that it also
+    makes up for their errors. A linear layer whose outputs are several modes has no free output vectors and stays.
     """
-    cp = layer.cp.to(torch.float64)
-    if isinstance(layer, nn.Linear) and output_modes(layer) > 1:
-        return Fitted(refit_lambdas(layer.cp, kept, output_overlaps(layer, responses)), kept)
-    gone, scales = _others(kept, cp.rank), cp.sigma * cp.lambdas
-    outputs = output_vectors(layer).double() * scales  # (G, O / G, R)
-    moments = responses.moments.to(outputs.device)
-    if len(moments) > len(outputs):  # groups that share their output vectors
-        moments = moments.sum(0, keepdim=True)
+    names = {identity(layers[name]): name for name in forms}
+    order: dict[str, None] = {}  # an ordered set
+    watch(model, inputs[0], lambda layer, *_: order.setdefault(names.get(identity(layer), "")))
+    done = dict(forms)
+    for name in (name for name in order if name in forms):
+        layer = layers[name]
+        if not (isinstance(layer, nn.Linear) and output_modes(layer) > 1):
+            done[name] = _regress(layer, done[name], *_sums(model, layer, done, inputs))
+    return done
+
+
+def _sums(
+    model: nn.Module, layer: CPLayer, forms: Mapping[str, Fitted], inputs: Sequence[Any]
+) -> tuple[Tensor, Tensor]:  # -> (G, R + 1, R + 1), (G, O / G, R + 1)
+    """z z^T and y z^T over all inputs: z of the new form, with a constant 1 for the bias, and y of the old layer."""
+    instead = dict(pair for name, form in forms.items() for pair in form.named(name))
+    twins = [module for module in model.modules() if identity(module) == identity(layer)]
+
+    def each_call(compute: Callable[..., Tensor], x: Any, instead: Mapping[str, Tensor] | None = None) -> Tensor:
+        found: list[Tensor] = []
+
+        def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if module in twins:
+                found.append(compute(module, *args, **kwargs))
+
+        watch(model, x, seen, instead)
+        return torch.cat(found).transpose(0, 1)  # (G, positions, ...)
+
+    def old_outputs(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        return by_position(module, module.forward(*args, **kwargs))
+
+    squares = products = torch.zeros(())
+    for x in inputs:
+        y, z = each_call(old_outputs, x), each_call(term_responses, x, instead)
+        z = torch.cat([z, torch.ones_like(z[:, :, :1])], dim=2)
+        squares, products = squares.to(z.device) + (z.mT @ z).double(), products.to(z.device) + (y.mT @ z).double()
+    return squares, products
+
+
+def _regress(layer: CPLayer, form: Fitted, squares: Tensor, products: Tensor) -> Fitted:
+    cp = form.cp.to(torch.float64)
+    scales = cp.sigma * cp.lambdas
+    columns = output_vectors(layer, cp) * scales  # (G, O / G, R)
     bias = cast(Tensor | None, layer.bias)
-    stays = kept if bias is None else torch.cat([kept, kept.new_tensor([cp.rank])])  # the constant is the last row
-    lost = outputs[:, :, gone] @ moments[:, gone][:, :, stays]  # (G, O / G, S)
-    change = _solve(moments[:, stays][:, :, stays], lost.mT).mT
+    if bias is None:
+        squares, products = squares[:, :-1, :-1], products[:, :, :-1]
+    else:
+        products = products - bias.double().reshape(len(products), -1, 1) * squares[:, -1:]
+        columns = F.pad(columns, (0, 1))
+    if len(squares) > len(columns):  # groups that share their output vectors
+        squares, products = squares.sum(0, keepdim=True), products.sum(0, keepdim=True)
+    change = _solve(squares, (products - columns @ squares).mT).mT
     if bias is not None:
         shift = change[:, :, -1].flatten()
         bias = (bias.double() + shift.repeat(len(bias) // len(shift))).to(bias.dtype)
 
     # A term of scale 0 may come to life: it starts from a zero vector at scale 1.
-    alive = scales[kept] != 0
+    alive = scales != 0
     mode = 1 if getattr(layer, "transposed", False) else 0
-    factors = [f[:, kept] for f in cp.factors]
-    columns = change[:, :, : len(kept)].flatten(0, 1) / torch.where(alive, scales[kept], 1.0)  # (O, r)
-    factors[mode] = torch.where(alive, factors[mode], 0.0) + columns
-    lambdas = torch.where(alive, cp.lambdas[kept], 1 / cp.sigma)
-    return Fitted(CPTensor(cp.sigma, lambdas, tuple(factors)).normalize().to(layer.lambdas.dtype), kept, bias)
+    factors = list(cp.factors)
+    vectors = change[:, :, : cp.rank].flatten(0, 1) / torch.where(alive, scales, 1.0)
+    factors[mode] = torch.where(alive, factors[mode], 0.0) + vectors
+    refitted = CPTensor(cp.sigma, torch.where(alive, cp.lambdas, 1 / cp.sigma), tuple(factors)).normalize()
+    return Fitted(refitted.to(layer.lambdas.dtype), form.kept, bias)
 
 
-def output_overlaps(layer: CPLayer, responses: Responses) -> Tensor:  # -> (R, R)
-    """Inner products of the terms' outputs over the inputs seen, without sigma and lambdas."""
-    outputs = output_vectors(layer).double()
-    moments = responses.moments[:, :-1, :-1].to(outputs.device)
-    return ((outputs.mT @ outputs) * moments).sum(0)
-
-
-def _others(kept: Tensor, rank: int) -> Tensor:
-    mask = torch.ones(rank, dtype=torch.bool, device=kept.device)
-    mask[kept] = False
-    return mask.nonzero()[:, 0]
-
-
-def _solve(normal: Tensor, right: Tensor) -> Tensor:  # (..., r, r), (..., r[, n])
+def _solve(normal: Tensor, right: Tensor) -> Tensor:  # (..., r, r), (..., r, n) -> (..., r, n)
     """Least squares through the normal equations, with a ridge."""
     size = normal.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(torch.finfo(normal.dtype).tiny)
-    normal = normal + RIDGE * size * torch.eye(normal.shape[-1], dtype=normal.dtype, device=normal.device)
-    vector = right.ndim == normal.ndim - 1
-    solved = torch.linalg.solve(normal, right[..., None] if vector else right)
-    return solved[..., 0] if vector else solved
+    eye = torch.eye(normal.shape[-1], dtype=normal.dtype, device=normal.device)
+    return torch.linalg.solve(normal + RIDGE * size * eye, right)

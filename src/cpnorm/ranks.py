@@ -1,0 +1,57 @@
+"""Low rank from the start: ranks for a network that is yet to be trained, from a budget of weights."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from cpnorm.convert import Skip, _convertible, _modes_of
+from cpnorm.decompose import exact_rank
+from cpnorm.summary import count_weights
+
+
+def ranks_for_budget(
+    model: nn.Module, *, params: int, modes: Mapping[str, Sequence[int]] | None = None, skip: Skip = ()
+) -> dict[str, int]:
+    """Ranks with which ``canonical_norm`` gives a plain model at most ``params`` parameters, biases and all.
+
+    Of all ranks that fit, those with the least sum over the layers of dense weights per canonical weight, a stand-in for
+    the error of a layer nobody has trained yet. Where no bound is hit a layer so gets weights in proportion to the
+    square root of its dense size. No layer gets less than one term or more than its exact rank, where it can be anything.
+
+    Args:
+        model: with plain layers.
+        params: parameters the whole canonical model may have.
+        modes, skip: as for ``canonical_norm``.
+
+    >>> model = nn.Sequential(nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 10))
+    >>> ranks_for_budget(model, params=20_000)
+    {'0': 15, '2': 10}
+    """
+    layers = _convertible(model, skip)
+    shapes = {name: _modes_of(name, layer, modes or {}) for name, layer in layers.items()}
+    names: dict[int, str] = {}  # by the id of the weight: of layers that share one, the first decides
+    for name, layer in layers.items():
+        names.setdefault(id(layer.weight), name)
+    ranks = dict.fromkeys(names.values(), 1)
+    cost = {name: 1 + sum(shapes[name]) for name in ranks}
+    left = params - count_weights(model) + sum(math.prod(shapes[name]) - 1 - cost[name] for name in ranks)
+    if left < 0:
+        raise ValueError(f"expected params >= {params - left:,}, which give every layer one term, got {params:,}")
+
+    def gain(name: str) -> float:  # of one more term, for each of its weights
+        rank = ranks[name]
+        return math.prod(shapes[name]) / cost[name] * (1 / rank - 1 / (rank + 1)) / cost[name]
+
+    queue = [(-gain(name), name) for name in ranks]
+    heapq.heapify(queue)
+    while queue:
+        _, name = heapq.heappop(queue)
+        if ranks[name] < exact_rank(shapes[name]) and cost[name] <= left:
+            ranks[name] += 1
+            left -= cost[name]
+            heapq.heappush(queue, (-gain(name), name))
+    return {name: ranks[names[id(layer.weight)]] for name, layer in layers.items()}
