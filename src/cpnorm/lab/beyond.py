@@ -32,9 +32,9 @@ CIFAR10_ROWS = (
 ADAM = paper.row("init-adam/kaiming-normal")
 
 
-def _cut(key: str, rate: float, layers: tuple[str, ...] | None = None, lr: float = 0.001) -> Row:
+def _cut(key: str, rate: float, layers: tuple[str, ...] | None = None, params: int | None = None) -> Row:
     compression = Compression(
-        rate, lr, "adam", schedule="cosine", layers=layers, criterion="lambda", refit="lambdas", start="same"
+        rate, 0.001, "adam", schedule="cosine", layers=layers, refit="lambdas", params=params, start="same"
     )
     name = f"canonical, Adam, {100 * rate:g} %"
     return Row(key, name, ADAM.config, None, starts_from=ADAM.key, compression=compression)
@@ -44,6 +44,8 @@ COMPRESS_ROWS = (
     _cut("beyond-compress/50", 0.50),
     _cut("beyond-compress/75", 0.75),
     _cut("beyond-compress/90", 0.90),
+    _cut("beyond-compress/90-global", 0.90, params=925_317),
+    _cut("beyond-compress/95-global", 0.95, params=462_658),
     _cut("beyond-compress/conv-91", 0.936, paper.TAI_LAYERS),
 )
 

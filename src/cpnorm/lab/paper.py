@@ -36,6 +36,7 @@ class Compression:
     schedule: Literal["constant", "cosine"] = "constant"
     criterion: str = "lambda"
     refit: str = "none"
+    params: int | None = None  # one budget for the whole network instead of a rate per layer
     layers: tuple[str, ...] | None = None  # None: all of them
     tai_ranks: Mapping[str, int] | None = None  # Tai et al.'s form at these ranks, where terms are not truncated
     start: Literal["best", "same"] = "best"  # the best of all seeds (the paper), or the network of the same seed

@@ -171,7 +171,7 @@ def reproduce(
     """Run what is missing, ``at_once`` seeds of a row sharing the device; returns what is left."""
     store, options, seeds = Results(results), options or Options(), list(seeds)
     stop = Stop(None if time_limit is None else time.monotonic() + time_limit)
-    failed: set[Job] = set()
+    failed: list[Job] = []
     data: dict[str, ImageSet] = {}
     while not stop:
         open_jobs = [job for job in missing_jobs(keys, seeds, store) if job not in failed]
@@ -184,10 +184,10 @@ def reproduce(
         announce(f"{first.row.key}: seeds {', '.join(str(job.seed) for job in group)}")
         try:
             if not run_group(group, store, work, data[name], options, observers, stop, announce):
-                failed.update(group)  # another process has them
+                failed.extend(group)  # another process has them
         except Exception as error:  # one bad row must not cost the others their turn
             log.error("%s failed: %s: %s", first.row.key, type(error).__name__, error, exc_info=True)
-            failed.update(group)
+            failed.extend(group)
     if stop:
         announce(f"stopped: {stop.reason}")
     return missing_jobs(keys, seeds, store)
@@ -272,7 +272,9 @@ def compress(model: nn.Module, cut: Compression, data: ImageSet) -> nn.Module:
     if cut.tai_ranks is not None:
         images = normalize(data.train_images[:256].cpu(), data.mean, data.std)
         return baselines.tai(model, cut.tai_ranks, skip=_others(model, cut.tai_ranks), images=images)
-    if cut.layers is None:
+    if cut.params is not None:
+        cpnorm.truncate(model, params=cut.params, criterion=cut.criterion, refit=cut.refit)
+    elif cut.layers is None:
         cpnorm.truncate(model, rate=cut.rate, criterion=cut.criterion, refit=cut.refit)
     else:
         others = [name for name in cpnorm.canonical_layers(model) if name not in cut.layers]

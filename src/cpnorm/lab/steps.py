@@ -19,7 +19,7 @@ from cpnorm.lab.data import ImageSet, augment, normalize
 
 log = logging.getLogger("cpnorm.lab")
 
-COMPILE_FROM_STEPS = 30_000
+COMPILE_FROM_STEPS = 10_000
 WARM_UP_STEPS = 3  # before a capture, so that libraries have chosen their kernels and buffers exist
 Loss = Callable[..., tuple[Tensor, Tensor]]
 
