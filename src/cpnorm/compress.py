@@ -89,9 +89,9 @@ def truncate(
     [8, 3]
     """
     budget, amount = _only_budget(rate=rate, ranks=ranks, params=params, flops=flops, energy=energy, loss=loss)
-    _check(budget, amount, criterion, refit, data is not None, example_input is not None)
-    layers = _chosen(model, skip)
     batches = list(data) if data is not None else []
+    _check(budget, amount, criterion, refit, bool(batches), example_input is not None)
+    layers = _chosen(model, skip)
     work = count_work(model, example_input) if example_input is not None else {}
     if criterion == "taylor":
         scores = taylor_scores(model, layers, batches, loss_function)
@@ -106,7 +106,7 @@ def truncate(
         return refit_outputs(model, layers, forms, [x for x, _ in batches]) if refit == "outputs" else forms
 
     def measured(dropped: Mapping[str, int]) -> float:
-        instead = dict(pair for name, form in fitted(dropped).items() for pair in form.named(name))
+        instead = {p: value for n, form in fitted(dropped).items() for p, value in form.instead(layers[n]).items()}
         return mean_loss(model, batches, loss_function, instead)
 
     dropped = _choose(budget, amount, model, layers, eliminations, work, measured)

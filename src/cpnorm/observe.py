@@ -21,6 +21,7 @@ from cpnorm.tensor import CPTensor, khatri_rao
 
 Batch = tuple[Any, Any]  # inputs, targets
 LossFunction = Callable[[Any, Any], Tensor]
+Instead = Mapping[Tensor, Tensor]  # of a parameter, for one run
 Seen = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
@@ -38,10 +39,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = flag
 
 
-def run(model: nn.Module, inputs: Any, instead: Mapping[str, Tensor] | None = None) -> Any:
-    """The model's output, with other parameters ``instead`` of its own; a tuple of inputs is several arguments."""
-    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-    return torch.func.functional_call(model, dict(instead or {}), tuple(_beside(model, a) for a in arguments))
+def run(model: nn.Module, inputs: Any, instead: Instead | None = None) -> Any:
+    """The model's output, with other tensors instead of some parameters; a tuple of inputs is several arguments."""
+    arguments = tuple(_beside(model, value) for value in (inputs if isinstance(inputs, tuple) else (inputs,)))
+    # By the places of the parameters in modules, each visited once: torch's own tie_weights=True puts tensors into the
+    # submodules that layers share, such as the factors of tied canonical layers, and forgets to take them out again.
+    places = {
+        f"{name}.{key}".lstrip("."): instead[parameter]
+        for name, module in (model.named_modules() if instead else ())
+        for key, parameter in module._parameters.items()
+        if instead and parameter is not None and parameter in instead
+    }
+    return torch.func.functional_call(model, places, arguments, tie_weights=False)
 
 
 def _beside(model: nn.Module, value: Any) -> Any:
@@ -51,7 +60,7 @@ def _beside(model: nn.Module, value: Any) -> Any:
 
 
 @torch.no_grad()
-def watch(model: nn.Module, inputs: Any, seen: Seen, instead: Mapping[str, Tensor] | None = None) -> None:
+def watch(model: nn.Module, inputs: Any, seen: Seen, instead: Instead | None = None) -> None:
     """Run the model once, and show ``seen`` each linear or convolutional layer with what it is called with."""
     layers = [module for module in model.modules() if isinstance(module, LAYERS)]
     handles = [layer.register_forward_pre_hook(seen, with_kwargs=True) for layer in layers]
@@ -182,9 +191,9 @@ def output_gram(layer: CPLayer, moments: Tensor) -> Tensor:  # (G, R, R) -> (R, 
 
 @torch.no_grad()
 def mean_loss(
-    model: nn.Module, batches: Iterable[Batch], loss_function: LossFunction, instead: Mapping[str, Tensor] | None = None
+    model: nn.Module, batches: Iterable[Batch], loss_function: LossFunction, instead: Instead | None = None
 ) -> float:
-    """Over the batches, each counted by its size; with other parameters ``instead`` of the model's own, by name."""
+    """Over the batches, each counted by its size."""
     total, count = 0.0, 0
     with evaluating(model):
         for inputs, targets in batches:
@@ -200,11 +209,11 @@ def taylor_scores(
 
     The absolute value is taken per batch, since over all data the gradient of a trained network is about zero.
     """
-    lambdas = {f"{name}.lambdas".lstrip("."): layer.lambdas.detach().clone() for name, layer in layers.items()}
+    lambdas: dict[Tensor, Tensor] = {
+        p: p.detach().clone().requires_grad_() for p in (y.lambdas for y in layers.values())
+    }
     scores = [torch.zeros_like(values, dtype=torch.float64) for values in lambdas.values()]
     with evaluating(model), torch.enable_grad():
-        for values in lambdas.values():
-            values.requires_grad_()
         for inputs, targets in batches:
             loss = loss_function(run(model, inputs, lambdas), _beside(model, targets))
             if not loss.requires_grad:

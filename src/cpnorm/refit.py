@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, cast
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from cpnorm.decompose import cp_als
 from cpnorm.layers import CPLayer
-from cpnorm.observe import by_position, identity, output_modes, output_vectors, term_responses, watch
+from cpnorm.observe import Instead, by_position, identity, output_modes, output_vectors, term_responses, watch
 from cpnorm.tensor import CPTensor
 
 REFITS = ("none", "lambdas", "als", "outputs")
@@ -28,12 +28,11 @@ class Fitted:
     kept: Tensor | None  # which of the old terms these are; None for new ones
     bias: Tensor | None = None  # None: the old one
 
-    def named(self, layer: str) -> Iterator[tuple[str, Tensor]]:
-        """As parameters of a model in which the layer has this name."""
-        values = {"sigma": self.cp.sigma, "lambdas": self.cp.lambdas}
-        values |= {f"factors.{mode}": factor for mode, factor in enumerate(self.cp.factors)}
-        values |= {} if self.bias is None else {"bias": self.bias}
-        return ((f"{layer}.{key}" if layer else key, value) for key, value in values.items())
+    def instead(self, layer: CPLayer) -> dict[Tensor, Tensor]:
+        """What to put in place of the layer's parameters to try it."""
+        old: list[Tensor] = [*layer.canonical_parameters(), *([] if self.bias is None else [cast(Tensor, layer.bias)])]
+        new = [self.cp.sigma, self.cp.lambdas, *self.cp.factors, *([] if self.bias is None else [self.bias])]
+        return dict(zip(old, new, strict=True))
 
 
 def fit(layer: CPLayer, kept: Tensor, refit: str) -> Fitted:
@@ -83,18 +82,18 @@ def refit_outputs(
     for name in (name for name in order if name in forms):
         layer = layers[name]
         if not (isinstance(layer, nn.Linear) and output_modes(layer) > 1):
-            done[name] = _regress(layer, done[name], *_sums(model, layer, done, inputs))
+            instead = {p: value for name, form in done.items() for p, value in form.instead(layers[name]).items()}
+            done[name] = _regress(layer, done[name], *_sums(model, layer, instead, inputs))
     return done
 
 
 def _sums(
-    model: nn.Module, layer: CPLayer, forms: Mapping[str, Fitted], inputs: Sequence[Any]
+    model: nn.Module, layer: CPLayer, instead: Instead, inputs: Sequence[Any]
 ) -> tuple[Tensor, Tensor]:  # -> (G, R + 1, R + 1), (G, O / G, R + 1)
     """z z^T and y z^T over all inputs: z of the new form, with a constant 1 for the bias, and y of the old layer."""
-    instead = dict(pair for name, form in forms.items() for pair in form.named(name))
     twins = [module for module in model.modules() if identity(module) == identity(layer)]
 
-    def each_call(compute: Callable[..., Tensor], x: Any, instead: Mapping[str, Tensor] | None = None) -> Tensor:
+    def each_call(compute: Callable[..., Tensor], x: Any, instead: Instead | None = None) -> Tensor:
         found: list[Tensor] = []
 
         def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

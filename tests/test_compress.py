@@ -1,0 +1,408 @@
+"""Truncation of layers and models: what is kept, that budgets hold, and that a refusal changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import cpnorm
+from cpnorm import CPTensor, truncate
+from laws import CASES, Case, close
+
+
+def network(rank: int | str = "exact", init: str = "kaiming_normal") -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.Flatten(), nn.Linear(96, 10), nn.LayerNorm(10)
+    )
+    generator = torch.Generator().manual_seed(0)
+    return cpnorm.canonical_norm(model, rank, init, lambdas="normal", generator=generator)
+
+
+def batches(count: int = 3) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(20, 3, 6, 6, generator=generator), torch.randint(10, (20,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def ranks(model: nn.Module) -> list[int]:
+    return [layer.rank for layer in cpnorm.canonical_layers(model).values()]
+
+
+def weights(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def unchanged(model: nn.Module, state: dict[str, Tensor]) -> bool:
+    return all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+# --- the paper's way ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_largest_terms_stay(case: Case) -> None:
+    layer = cpnorm.canonical_norm(case.layer(), 7, "kaiming_normal", lambdas="normal")
+    x, old = case.input(), copy.deepcopy(layer).cp
+    truncate(layer, rate=0.6)
+    assert layer.rank == 3
+    sizes = old.lambdas.detach().abs()
+    kept = [r for r in range(7) if (sizes > sizes[r]).sum() < 3]
+    letters = "abcdef"[: len(old.factors)]
+    spec = ",".join(f"{c}r" for c in letters) + ",r->" + letters
+    scales = old.sigma * old.lambdas[kept]
+    oracle = torch.einsum(spec, *(f[:, kept] for f in old.factors), scales).reshape(layer.weight.shape)
+    close(layer.weight, oracle, 1e-12)
+    plain = case.layer()
+    state = {"weight": oracle, **({} if layer.bias is None else {"bias": layer.bias})}
+    close(layer(x), torch.func.functional_call(plain, state, (x,)), 1e-10)
+
+
+def test_270_terms_at_90_percent_leave_27() -> None:
+    layer = cpnorm.canonical_norm(nn.Linear(270, 270))
+    assert truncate(layer, rate=0.9).layers[0].rank_after == layer.rank == 27
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [{"rate": 0}, {"rate": 0.0}, {"ranks": 10**6}, {"ranks": {"0": 27}}, {"params": 10**9}, {"energy": 1.0}],
+    ids=str,
+)
+@pytest.mark.parametrize("refit", ["none", "lambdas", "als", "outputs"])
+def test_nothing_to_drop_changes_nothing(budget: dict, refit: str) -> None:
+    model = network()
+    model(batches()[0][0]).sum().backward()
+    state, objects = copy.deepcopy(model.state_dict()), list(model.parameters())
+    gradients = [p.grad for p in objects]
+    report = truncate(model, **budget, refit=refit, data=batches())
+    assert unchanged(model, state)
+    assert all(mine is old for mine, old in zip(model.parameters(), objects, strict=True))
+    assert all(p.grad is gradient for p, gradient in zip(objects, gradients, strict=True))
+    assert report.energy == 1
+    assert report.weights_before == report.weights_after == weights(model)
+
+
+def test_one_term_stays() -> None:
+    model = network()
+    truncate(model, rate=0.9999)
+    assert ranks(model) == [1, 1, 1]
+    assert model(batches()[0][0]).shape == (20, 10)
+
+
+def test_the_parameters_stay_the_same_objects() -> None:
+    model = network()
+    objects = list(model.parameters())
+    truncate(model, rate=0.5, refit="als")
+    assert all(mine is old for mine, old in zip(model.parameters(), objects, strict=True))
+    assert all(p.requires_grad for p in objects)
+
+
+# --- budgets over all layers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("criterion", ["lambda", "gram", "taylor"])
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.2])
+def test_a_budget_of_parameters_is_met_and_used(criterion: str, share: float) -> None:
+    model = network()
+    budget = int(share * weights(model))
+    truncate(model, params=budget, criterion=criterion, data=batches())
+    assert weights(model) <= budget
+    smallest = min(1 + sum(layer.modes) for layer in cpnorm.canonical_layers(model).values())
+    assert budget - weights(model) < smallest
+
+
+def test_a_budget_of_flops_is_met() -> None:
+    x = batches()[0][0]
+    for share in (0.6, 0.2):
+        model = network()
+        before = truncate(model, rate=0, example_input=x)
+        report = truncate(model, flops=int(share * before.flops_dense), example_input=x)
+        assert report.flops_after <= share * before.flops_dense
+        assert report.flops_after > 0.8 * share * before.flops_dense
+        assert report.flops_before == before.flops_before == before.flops_after
+
+
+def test_plain_layers_cost_flops_too() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    cpnorm.canonical_norm(model, skip="1")
+    report = truncate(model, ranks={"0": 1}, example_input=torch.randn(1, 8))
+    assert (report.flops_dense, report.flops_before, report.flops_after) == (256, 256, 128 + 32)
+    with pytest.raises(ValueError, match="expected flops >= 160, which leave every layer one term, got 150"):
+        truncate(model, flops=150, example_input=torch.randn(1, 8))
+
+
+@pytest.mark.parametrize("energy", [0.5, 0.9, 0.99])
+@pytest.mark.parametrize("criterion", ["lambda", "gram", "taylor"])
+def test_energy_is_kept(energy: float, criterion: str) -> None:
+    model = network()
+    old = {name: layer.weight.detach().clone() for name, layer in cpnorm.canonical_layers(model).items()}
+    report = truncate(model, energy=energy, criterion=criterion, data=batches() if criterion == "taylor" else None)
+    kept = [
+        1 - ((layer.weight - old[name]).square().sum() / old[name].square().sum()).item()
+        for name, layer in cpnorm.canonical_layers(model).items()
+    ]
+    assert sum(kept) / len(kept) == pytest.approx(report.energy, abs=1e-5)
+    assert report.energy >= energy - 1e-9
+    assert report.weights_after < report.weights_before
+
+
+@pytest.mark.parametrize("refit", ["none", "als"])
+def test_the_loss_grows_by_no_more_than_allowed(refit: str) -> None:
+    model, data = network(), batches()
+    x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
+    before = F.cross_entropy(model(x), y).item()
+    report = truncate(model, loss=0.05, data=data, refit=refit)
+    after = F.cross_entropy(model(x), y).item()
+    assert after <= before + 0.05 + 1e-5
+    assert report.loss_before == pytest.approx(before, rel=1e-4)
+    assert report.loss_after == pytest.approx(after, rel=1e-4)
+    assert report.weights_after < report.weights_before
+    assert "loss" in str(report)
+
+
+def test_an_error_rate_may_be_the_loss() -> None:
+    model, data = network(), batches()
+    x, y = torch.cat([x for x, _ in data]), model.eval()(torch.cat([x for x, _ in data])).argmax(1)
+    labelled = list(zip(x.split(20), y.split(20), strict=True))
+
+    def wrong(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs.argmax(1) != targets).float().mean()
+
+    truncate(model, loss=0.1, data=labelled, loss_function=wrong)
+    assert 0 < wrong(model(x), y) <= 0.1
+
+
+def test_weights_are_taken_where_they_cost_least() -> None:
+    """Two layers of the same shape, one with a steep spectrum: it loses its tail, and the flat one next to nothing."""
+    model = nn.Sequential(*(cpnorm.canonical_norm(nn.Linear(16, 16)) for _ in range(2)))
+    with torch.no_grad():
+        model[0].lambdas.copy_(0.5 ** torch.arange(16))
+        model[1].lambdas.fill_(1.0)
+    truncate(model, params=weights(model) - 10 * 33)
+    assert ranks(model) == [6, 16]
+
+
+def test_the_scale_of_a_layer_does_not_matter() -> None:
+    results = []
+    for scale in (1.0, 1000.0):
+        model = network()
+        with torch.no_grad():
+            model[0].sigma.mul_(scale)
+            model[2].lambdas.div_(scale)
+        results.append([layer.rank_after for layer in truncate(model, params=1500).layers])
+    assert results[0] == results[1]
+
+
+def test_no_layer_goes_blind_for_the_sake_of_others() -> None:
+    """A layer whose terms are dear and all alike is thinned, not emptied."""
+    model = nn.Sequential(cpnorm.canonical_norm(nn.Linear(400, 40)), cpnorm.canonical_norm(nn.Linear(40, 40)))
+    with torch.no_grad():
+        model[0].lambdas.fill_(1.0)
+        model[1].lambdas.copy_(0.9 ** torch.arange(40))
+    truncate(model, params=weights(model) // 4)
+    assert ranks(model)[0] >= 6
+
+
+def test_data_weigh_terms_by_what_their_inputs_do() -> None:
+    """A large lambda on an input that is always zero is worth nothing."""
+    layer = cpnorm.canonical_norm(nn.Linear(4, 4, bias=False))
+    eye = torch.eye(4)
+    layer.replace_terms(CPTensor.from_terms(torch.tensor([9.0, 1.0, 2.0, 3.0]), [eye, eye]))
+    x = torch.randn(50, 4) * torch.tensor([0.0, 1.0, 1.0, 1.0])
+    for criterion in ("lambda", "gram", "taylor"):
+        twin = copy.deepcopy(layer)
+        data = [(x, torch.randn(50, 4))]
+        truncate(twin, ranks=3, criterion=criterion, data=data, loss_function=F.mse_loss)
+        assert sorted(twin.lambdas.tolist()) == [1, 2, 3], criterion
+    truncate(layer, ranks=3)
+    assert sorted(layer.lambdas.tolist()) == [2, 3, 9]
+
+
+def test_gram_sees_overlaps_that_lambda_does_not() -> None:
+    layer = cpnorm.canonical_norm(nn.Linear(3, 3, bias=False))
+    a, b = torch.eye(3)[:, [0, 0, 1]], torch.eye(3)[:, [0, 0, 1]]
+    layer.replace_terms(CPTensor.from_terms(torch.tensor([3.0, -2.9, 1.0]), [a, b]))
+    twin = copy.deepcopy(layer)
+    assert truncate(layer, ranks=1).energy < -7
+    assert truncate(twin, ranks=1, criterion="gram").energy < 1
+    assert truncate(copy.deepcopy(twin), ranks=1, criterion="gram").energy == 1
+
+
+# --- refits -------------------------------------------------------------------------------------------------------
+
+
+def test_refits_bring_the_weight_closer() -> None:
+    energies = {}
+    for criterion, refit in (("lambda", "none"), ("lambda", "lambdas"), ("lambda", "als"), ("gram", "lambdas")):
+        report = truncate(network(), rate=0.7, criterion=criterion, refit=refit)
+        energies[criterion, refit] = [layer.energy for layer in report.layers]
+    for worse, better in (
+        (("lambda", "none"), ("lambda", "lambdas")),
+        (("lambda", "lambdas"), ("lambda", "als")),
+        (("lambda", "none"), ("gram", "lambdas")),
+    ):
+        assert all(a < b for a, b in zip(energies[worse], energies[better], strict=True)), (worse, better)
+
+
+def test_outputs_bring_the_outputs_closer() -> None:
+    data = batches(10)
+    x = torch.cat([x for x, _ in data])
+    expected = network().eval()(x)
+    errors = {}
+    for refit in ("none", "lambdas", "als", "outputs"):
+        model = network().eval()
+        truncate(model, rate=0.6, refit=refit, data=data)
+        errors[refit] = (model(x) - expected).norm().item()
+    assert errors["outputs"] < errors["als"] < errors["none"]
+
+
+# --- whole models -------------------------------------------------------------------------------------------------
+
+
+def test_layers_that_share_terms_are_truncated_once() -> None:
+    first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+    second.weight = first.weight
+    model = cpnorm.canonical_norm(nn.Sequential(first, nn.ReLU(), second))
+    data = [(torch.randn(30, 6), torch.randint(6, (30,)))]
+    for refit, criterion in (("outputs", "gram"), ("lambdas", "taylor")):
+        report = truncate(model, rate=0.3, refit=refit, criterion=criterion, data=data, example_input=data[0][0])
+        assert len(report.layers) == 1
+        assert model[0].lambdas is model[2].lambdas
+        assert report.weights_after == weights(model)
+        model(torch.randn(2, 6))
+    with pytest.raises(ValueError, match="no canonical layer to truncate"):
+        truncate(model, rate=0.5, skip="2")
+
+
+@pytest.mark.parametrize(
+    ("skip", "expected"),
+    [("0", [27, 27, 5]), (["0", "4"], [27, 27, 10]), (nn.Conv2d, [27, 54, 5]), ("[24]", [14, 54, 10])],
+)
+def test_skip(skip, expected: list[int]) -> None:
+    model = network()
+    assert ranks(model) == [27, 54, 10]
+    truncate(model, rate=0.5, skip=skip)
+    assert ranks(model) == expected
+
+
+def test_a_dry_run_tells_and_does_nothing() -> None:
+    model = network()
+    state = copy.deepcopy(model.state_dict())
+    told = truncate(model, params=1000, refit="lambdas", dry_run=True)
+    assert unchanged(model, state)
+    assert truncate(model, params=1000, refit="lambdas") == told
+
+
+def test_the_report_adds_up() -> None:
+    model, x = network(), batches()[0][0]
+    before = weights(model)
+    plain = cpnorm.fold(copy.deepcopy(model))
+    report = truncate(model, rate=0.5, example_input=x)
+    assert (report.weights_before, report.weights_after) == (before, weights(model))
+    assert report.weights_dense == weights(plain)
+    assert sum(row.weights_before - row.weights_after for row in report.layers) == before - weights(model)
+    for (name, layer), row in zip(cpnorm.canonical_layers(model).items(), report.layers, strict=True):
+        assert (row.name, row.rank_after) == (name, layer.rank)
+        assert row.weights_dense == plain.get_submodule(name).weight.numel()
+        assert row.flops_after <= row.flops_before <= row.flops_dense
+    assert report.energy == pytest.approx(sum(row.energy for row in report.layers) / 3)
+    values = json.loads(json.dumps(report.to_json()))
+    assert values["layers"][1]["rank_after"] == ranks(model)[1]
+    text = str(report)
+    assert "rate=0.5" in text.splitlines()[0]
+    assert text.splitlines()[-1].startswith("in all")
+    assert f"{report.weights_after:,}" in text.splitlines()[-1]
+    assert "MFLOP" in text
+    assert "MFLOP" not in str(truncate(model, rate=0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("refit", ["none", "lambdas", "als", "outputs"])
+def test_other_precisions(dtype: torch.dtype, refit: str) -> None:
+    model = network().to(dtype)
+    data = [(x.to(dtype), y) for x, y in batches()]
+    truncate(model, rate=0.3, criterion="gram", refit=refit, data=data)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert torch.isfinite(model(data[0][0])).all()
+
+
+def test_a_wrong_call_changes_nothing() -> None:
+    model = network()
+    state = copy.deepcopy(model.state_dict())
+    for options, message in (
+        ({}, "expected exactly one budget of rate, ranks, params, flops, energy, loss, got none"),
+        ({"rate": 0.5, "params": 100}, "expected exactly one budget .* got rate, params"),
+        ({"rate": 1}, "expected 0 <= rate < 1, got 1"),
+        ({"rate": -0.1}, "expected 0 <= rate < 1"),
+        ({"rate": float("nan")}, "expected 0 <= rate < 1"),
+        ({"energy": 0}, "expected 0 < energy <= 1, got 0"),
+        ({"loss": -1, "data": batches()}, "expected an allowed increase of the loss >= 0, got -1"),
+        ({"loss": 0.1}, "expected data, a few batches of .* for a loss budget"),
+        ({"rate": 0.5, "criterion": "taylor"}, "expected data, .* for criterion='taylor'"),
+        ({"rate": 0.5, "refit": "outputs"}, "expected data, .* for refit='outputs'"),
+        ({"rate": 0.5, "refit": "outputs", "data": []}, "expected data, .* for refit='outputs'"),
+        ({"flops": 100}, "expected an example_input"),
+        ({"params": 10}, "expected params >= .*, which leave every layer one term, got 10"),
+        ({"ranks": {"0": 28}}, "expected 1 <= rank <= 27, got 28 for 0"),
+        ({"ranks": 0}, "expected 1 <= rank <= 27, got 0 for 0"),
+        ({"ranks": {"1": 3}}, "ranks names layers that are not there to truncate: 1"),
+        ({"rate": 0.5, "criterion": "size"}, "expected criterion to be one of lambda, gram, taylor, got 'size'"),
+        ({"rate": 0.5, "refit": "all"}, "expected refit to be one of none, lambdas, als, outputs, got 'all'"),
+        ({"rate": 0.5, "skip": "features"}, "skip names no module of Sequential: 'features'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            truncate(model, **options)
+    with torch.no_grad():
+        model[4].factors[1][0, 0] = float("nan")
+    with pytest.raises(ValueError, match="expected finite values, got NaN or infinity in 4"):
+        truncate(model, rate=0.5)
+    with torch.no_grad():
+        model[4].factors[1].copy_(state["4.factors.1"])
+    with pytest.raises(RuntimeError):  # images of another size: found out by the last layer
+        truncate(model, rate=0.5, refit="outputs", data=[(torch.randn(2, 3, 9, 9), torch.zeros(2).long())])
+    assert unchanged(model, state)
+    with pytest.raises(ValueError, match="Linear has no canonical layer"):
+        truncate(nn.Linear(2, 2), rate=0.5)
+
+
+# --- on real data -------------------------------------------------------------------------------------------------
+
+
+def test_on_a_trained_network_refits_and_budgets_earn_their_keep() -> None:
+    datasets = pytest.importorskip("sklearn.datasets")
+    images, labels = datasets.load_digits(return_X_y=True)
+    images, labels = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16, torch.tensor(labels)
+    model = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10),
+    )  # fmt: skip
+    cpnorm.canonical_norm(model, init="power", generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(5):
+        for chosen in torch.randperm(1200).split(50):
+            optimizer.zero_grad()
+            F.cross_entropy(model(images[chosen]), labels[chosen]).backward()
+            optimizer.step()
+
+    def accuracy(**options) -> float:
+        compressed = copy.deepcopy(model)
+        if options:
+            truncate(compressed, **options)
+        with torch.no_grad():
+            return (compressed(images[1200:]).argmax(1) == labels[1200:]).float().mean().item()
+
+    whole = accuracy()
+    assert whole > 0.9
+    budget, data = weights(model) // 8, [(images[:300], labels[:300])]
+    paper = accuracy(rate=0.88)
+    for criterion in ("lambda", "gram", "taylor"):
+        refitted = accuracy(params=budget, criterion=criterion, refit="outputs", data=data)
+        assert refitted > paper + 0.1, criterion
+        assert refitted > whole - 0.1, criterion

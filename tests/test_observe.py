@@ -1,0 +1,131 @@
+"""What data do to a model: responses of terms, FLOPs and losses against oracles; and that nothing is left behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import cpnorm
+from cpnorm import observe
+from laws import CASES, Case, canonical, close
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(0.5), nn.Linear(8 * 16, 10)
+    )
+    model[5].eval()  # a flag of its own
+    return cpnorm.canonical_norm(model)
+
+
+@pytest.fixture
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.randn(n, 3, 6, 6), torch.randint(10, (n,))) for n in (5, 3)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_responses_times_output_vectors_are_the_outputs(case: Case) -> None:
+    layer, x = canonical(case, rank=4, init="kaiming_normal"), case.input()
+    with torch.no_grad():
+        y = observe.by_position(layer, layer(x))
+        z = observe.term_responses(layer, x)  # (positions, G, R)
+        vectors = observe.output_vectors(layer, layer.cp) * layer.cp.sigma * layer.cp.lambdas
+        vectors = vectors.expand(z.shape[1], -1, -1)
+        rebuilt = torch.einsum("pgr,gor->pgo", z.double(), vectors)
+        if layer.bias is not None:
+            y = y - layer.bias.reshape(z.shape[1], -1)
+    close(rebuilt, y.double(), 1e-5)
+    gram = observe.output_gram(layer, observe.term_moments(layer, [x, x])[observe.identity(layer)])
+    assert gram.sum().item() == pytest.approx(2 * y.double().square().sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_dense_flops_are_those_torch_counts(case: Case) -> None:
+    layer, x = canonical(case), case.input()
+    work = observe.count_work(layer, x)[observe.identity(layer)]
+    with FlopCounterMode(display=False) as counter:
+        case.layer()(x)
+    assert work.dense == counter.get_total_flops()
+    assert work.at(1) == min(work.dense, work.per_term)
+    assert work.at(10**9) == work.dense
+
+
+def test_a_layer_that_runs_twice_counts_twice() -> None:
+    once = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    twice = nn.Sequential(*once, *once)
+    x = torch.randn(2, 4)
+    one, two = (sum(w.dense for w in observe.count_work(model, x).values()) for model in (once, twice))
+    assert (one, two) == (64, 128)
+
+
+def test_taylor_scores_are_the_gradients(batches) -> None:
+    model = network()
+    layers = cpnorm.canonical_layers(model)
+    scores = observe.taylor_scores(model, layers, batches, F.cross_entropy)
+    model.eval()
+    for name, layer in layers.items():
+        expected = torch.zeros(layer.rank)
+        for x, y in batches:
+            (gradient,) = torch.autograd.grad(F.cross_entropy(model(x), y), layer.lambdas)
+            expected += (gradient * layer.lambdas).abs().detach()
+        close(scores[name], expected, 1e-6)
+
+
+def test_taylor_needs_a_differentiable_loss(batches) -> None:
+    model = network()
+    with pytest.raises(ValueError, match="differentiable"):
+        observe.taylor_scores(
+            model, cpnorm.canonical_layers(model), batches, lambda y, t: (y.argmax(1) != t).float().mean()
+        )
+
+
+def test_frozen_lambdas_have_scores_too(batches) -> None:
+    model = network().requires_grad_(False)
+    scores = observe.taylor_scores(model, cpnorm.canonical_layers(model), batches, F.cross_entropy)
+    assert all(score.max() > 0 for score in scores.values())
+
+
+def test_the_mean_loss_counts_every_sample_once(batches) -> None:
+    model = network()
+    got = observe.mean_loss(model, batches, F.cross_entropy)
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    expected = F.cross_entropy(model.eval()(x), y).item()
+    assert got == pytest.approx(expected, rel=1e-5)
+    instead = {model[5].lambdas: torch.zeros(10), model[5].bias: torch.zeros(10)}
+    uniform = observe.mean_loss(model, batches, F.cross_entropy, instead)
+    assert uniform == pytest.approx(torch.tensor(10.0).log().item(), rel=1e-5)
+
+
+def test_nothing_is_left_behind(batches) -> None:
+    model = network()
+    flags = {name: module.training for name, module in model.named_modules()}
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    gradient = torch.ones_like(model[0].lambdas)
+    model[0].lambdas.grad = gradient
+    observe.count_work(model, batches[0][0])
+    observe.term_moments(model, [x for x, _ in batches])
+    observe.mean_loss(model, batches, F.cross_entropy, {model[5].lambdas: torch.zeros(10)})
+    observe.taylor_scores(model, cpnorm.canonical_layers(model), batches, F.cross_entropy)
+    with pytest.raises(RuntimeError):
+        observe.count_work(model, torch.randn(1, 4, 6, 6))
+    assert {name: module.training for name, module in model.named_modules()} == flags
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert model[0].lambdas.grad is gradient
+    assert model[5].lambdas.grad is None
+
+
+def test_shared_terms_are_replaced_everywhere_and_put_back() -> None:
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    second.weight = first.weight
+    model = cpnorm.canonical_norm(nn.Sequential(first, second))
+    x = torch.randn(3, 4)
+    expected = model(x)
+    swap = {factor: torch.eye(4)[:, :3] for factor in first.factors}
+    swap |= {first.lambdas: torch.ones(3), first.sigma: torch.tensor(1.0)}
+    close(observe.run(model, x, swap), x * torch.tensor([1.0, 1.0, 1.0, 0.0]), 1e-6)
+    assert torch.equal(model(x), expected)

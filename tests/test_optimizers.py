@@ -1,0 +1,116 @@
+"""An optimizer after a truncation: told of it, it goes on; not told, it raises instead of training something else."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn, optim
+
+import cpnorm
+
+Maker = Callable[..., optim.Optimizer]
+OPTIMIZERS: dict[str, Maker] = {
+    "adam": optim.Adam,
+    "amsgrad": lambda p: optim.AdamW(p, amsgrad=True),
+    "fused": lambda p: optim.Adam(p, fused=True),
+    "momentum": lambda p: optim.SGD(p, lr=0.01, momentum=0.9),
+    "rmsprop": lambda p: optim.RMSprop(p, momentum=0.9, centered=True),
+    "adagrad": optim.Adagrad,
+    "adadelta": optim.Adadelta,
+    "nadam": optim.NAdam,
+    "rprop": optim.Rprop,
+    "adafactor": optim.Adafactor,
+}
+
+
+def trained(maker: Maker) -> tuple[nn.Module, optim.Optimizer, Callable[[], None]]:
+    model = cpnorm.canonical_norm(nn.Sequential(nn.Conv2d(3, 6, 3), nn.Flatten(), nn.Linear(24, 5)))
+    optimizer = maker(model.parameters())
+    x = torch.randn(8, 3, 4, 4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    return model, optimizer, step
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_is_cut_to_the_kept_terms(name: str) -> None:
+    model, optimizer, step = trained(OPTIMIZERS[name])
+    layer = model[0]
+    before = {id(p): copy.deepcopy(optimizer.state[p]) for p in model.parameters()}
+    kept = layer.lambdas.detach().abs().argsort(descending=True, stable=True)[:7].sort().values
+    cpnorm.truncate(model, ranks={"0": 7}, optimizer=optimizer)
+    for parameter in (layer.lambdas, *layer.factors):
+        for key, value in optimizer.state[parameter].items():
+            old = before[id(parameter)][key]
+            if not torch.is_tensor(old) or old.numel() == 1:
+                assert value == old
+            elif old.shape[-1] == 1:  # per row
+                assert torch.equal(value, old)
+            else:
+                assert value.shape[-1] == 7
+                assert torch.equal(value, old[..., kept])
+    for parameter in (layer.sigma, layer.bias, *model[2].parameters()):  # untouched
+        for key, value in optimizer.state[parameter].items():
+            old = before[id(parameter)][key]
+            assert torch.equal(value, old) if torch.is_tensor(old) else value == old
+    weight = layer.weight.detach().clone()
+    step()
+    assert (layer.weight - weight).norm() > 0
+
+
+@pytest.mark.parametrize("terms", [7, 1])
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "fused"])
+def test_a_stale_optimizer_raises(name: str, terms: int) -> None:
+    model, _, step = trained(OPTIMIZERS[name])
+    cpnorm.truncate(model, ranks={"0": terms})
+    with pytest.raises((RuntimeError, IndexError)):
+        step()
+
+
+def test_without_state_training_goes_on() -> None:
+    model, optimizer, step = trained(lambda p: optim.SGD(p, lr=0.01))
+    for told in (None, optimizer):
+        cpnorm.truncate(model, rate=0.5, optimizer=told)
+        before = [layer.weight.detach().clone() for layer in cpnorm.canonical_layers(model).values()]
+        step()
+        for layer, weight in zip(cpnorm.canonical_layers(model).values(), before, strict=True):
+            assert (layer.weight - weight).norm() > 1e-4 * weight.norm()
+
+
+def test_new_terms_start_with_a_new_state() -> None:
+    model, optimizer, step = trained(optim.Adam)
+    cpnorm.truncate(model, ranks={"0": 7}, refit="als", optimizer=optimizer)
+    assert not optimizer.state[model[0].lambdas]
+    assert optimizer.state[model[2].lambdas]["step"] == 3
+    step()
+    assert optimizer.state[model[0].lambdas]["step"] == 1
+
+
+def test_an_optimizer_of_something_else_is_an_error() -> None:
+    plain = nn.Sequential(nn.Linear(6, 5))
+    optimizer = optim.Adam(plain.parameters())  # holds the dense weight, which the next line takes away
+    model = cpnorm.canonical_norm(plain)
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="holds no parameter of 0: it would never be trained"):
+        cpnorm.truncate(model, rate=0.5, optimizer=optimizer)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    cpnorm.truncate(model.requires_grad_(False), rate=0.5, optimizer=optimizer)  # frozen on purpose
+
+
+def test_a_state_that_is_not_per_term_is_an_error() -> None:
+    model, optimizer, _ = trained(optim.Adam)
+    optimizer.state[model[0].factors[0]]["preconditioner"] = torch.eye(6)
+    state, moments = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"cannot cut the optimizer's preconditioner of shape \(6, 6\) for 0"):
+        cpnorm.truncate(model, rate=0.5, optimizer=optimizer)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert str(optimizer.state_dict()) == str(moments)
