@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from cpnorm.lab.watch import Watch, tensorboard
 
 if TYPE_CHECKING:
     from cpnorm.lab.runs import RunFolder
-    from cpnorm.lab.train import Trainer
+    from cpnorm.lab.train import Observer, Trainer
 
 DONE, FAILED, USAGE, DIVERGED, STOPPED, INTERRUPTED = 0, 1, 2, 3, 75, 130
 Start = Callable[["RunFolder", Watch], "Trainer"]
@@ -38,25 +37,25 @@ def carry_out(
     as_json: bool = False,
 ) -> int:
     """Begin a run or go on with it, to its end or a stop, and show the result; returns the exit code."""
+    from cpnorm.lab.compression import complete
     from cpnorm.lab.runs import RunFolder
-    from cpnorm.lab.train import Stop, drive
+    from cpnorm.lab.train import Stop
 
     stop = Stop(time.monotonic() + parse_seconds(time_limit) if time_limit else None)
     chief = os.environ.get("RANK", "0") == "0"  # of the processes torchrun may have started
     folder, console = RunFolder(out), messages()
     announce_warnings(console)
-    with ExitStack() as stack:
-        if chief:
-            stack.enter_context(folder.claimed(config, extra))
-        if (record := folder.record()) is None:
-            watch = stack.enter_context(Watch(console, silent=as_json or not chief))
+    with Watch(console, silent=as_json or not chief) as watch:
+
+        def begin() -> Trainer:
             trainer = start(folder, watch)
-            observers: list[Any] = [watch]
-            if log_tensorboard and chief:
-                observers.append(tensorboard(folder / "tensorboard", len(folder.metrics())))
             watch.follow(trainer)
-            drive([(trainer, folder)], observers=observers, stop=stop)
-            record = folder.record() or {**trainer.record(), "stopped": stop.reason}
+            return trainer
+
+        observers: list[Observer] = [watch]
+        if log_tensorboard and chief:
+            observers.append(tensorboard(folder / "tensorboard"))
+        record = complete(folder, config, begin, extra=extra, observers=observers, stop=stop)
     if as_json and chief:
         print_json({"run": str(out), **record})
     elif chief and "stopped" in record:

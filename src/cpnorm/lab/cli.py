@@ -150,9 +150,12 @@ def train(
 
 def preset_config(key: str) -> Config:
     """The training of a row of the paper."""
-    row = paper.row(key)
+    try:
+        row = paper.row(key)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     if row.starts_from:
-        raise ValueError(f"{key} compresses the runs of {row.starts_from}: train with that, then use cpnorm compress")
+        raise typer.BadParameter(f"{key} compresses the runs of {row.starts_from}: train that, then cpnorm compress")
     return row.config
 
 
@@ -261,7 +264,7 @@ def export(
     from cpnorm.lab.compression import export_network
 
     if not (onnx or torch):
-        raise ValueError("expected --onnx FILE or --torch FILE, got neither")
+        raise typer.BadParameter("expected --onnx FILE or --torch FILE, got neither")
     result = export_network(run, onnx=onnx, program=torch, factorize=factorize)
     if as_json:
         print_json(result)

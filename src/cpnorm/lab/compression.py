@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,15 +77,39 @@ def compress(
     options: Options | None = None,
     observers: Sequence[Observer] = (),
     stop: Stop | None = None,
-) -> FineTuning:
-    """Cut the network of a finished run and fine-tune it as ``config`` says; goes on where it was stopped or killed."""
+) -> dict[str, Any]:
+    """Cut the network of a finished run and fine-tune it as ``config`` says; returns what ``complete`` does."""
     options = options or Options()
-    data = data if data is not None else load(config.data, options.data_dir)
+    images = data if data is not None else load(config.data, options.data_dir)
     trained, folder = RunFolder(source), RunFolder(out)
-    with folder.claimed(config, identity(trained, cut)):
-        trainer = start(trained, folder, cut, config, data, options)
-        drive([(trainer, folder)], observers=observers, stop=stop)
-    return trainer
+
+    def begin() -> Trainer:
+        return start(trained, folder, cut, config, images, options)
+
+    return complete(folder, config, begin, extra=identity(trained, cut), observers=observers, stop=stop)
+
+
+def complete(
+    folder: RunFolder,
+    config: Config,
+    begin: Callable[[], Trainer],
+    *,
+    extra: dict[str, Any] | None = None,
+    observers: Sequence[Observer] = (),
+    stop: Stop | None = None,
+) -> dict[str, Any]:
+    """Take a run from wherever it is to its end; returns its record, with "stopped" and the reason if it was."""
+    stop = stop if stop is not None else Stop()
+    chief = process()[0] == 0
+    with folder.claimed(config, extra) if chief else nullcontext():
+        record = folder.record()
+        if record is None:
+            trainer = begin()
+            drive([(trainer, folder)], observers=observers, stop=stop)
+            record = trainer.record()
+            if not trainer.finished or (chief and folder.record() is None):
+                record["stopped"] = stop.reason
+    return record
 
 
 def start(

@@ -9,7 +9,14 @@ import typer
 from cpnorm.lab.carry_out import DONE, FAILED, messages, print_json
 from cpnorm.lab.options import DataDir, Json
 
-app = typer.Typer(help="The data sets: get them, check them, see where they lie.", no_args_is_help=True)
+app = typer.Typer(help="The data sets: get them, check them, see where they lie.")
+
+
+@app.callback(invoke_without_command=True)
+def overview(context: typer.Context) -> None:
+    """What comes before any command."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @app.command()

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 import cpnorm
 from cpnorm.lab import pictures
-from cpnorm.lab.compression import Cut, identity, plain_layers, start, trained_network
+from cpnorm.lab.compression import Cut, complete, compress, plain_layers, trained_network
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet, load, normalize
 from cpnorm.lab.runs import RunFolder, write_atomically
 from cpnorm.lab.setup import build_model
-from cpnorm.lab.train import Observer, Options, Stop, Trainer, drive
+from cpnorm.lab.train import Observer, Options, Stop, Trainer
 
 BASE = Config(model="lenet", data="digits", init="power", optimizer="adam", lr=0.001, schedule="cosine", epochs=8)
 FINE_TUNING_EPOCHS = 4
@@ -58,12 +58,11 @@ def chapters(out: Path, seed: int) -> list[Chapter]:
 
 def run_chapter(chapter: Chapter, source: RunFolder, data: ImageSet, observers: Sequence[Observer], stop: Stop) -> None:
     """Train or fine-tune, unless it was done before."""
-    folder, config, cut = chapter.folder, chapter.config, chapter.cut
-    with folder.claimed(config, identity(source, cut) if cut else None):
-        if folder.record() is None:
-            options = Options(device="cpu")
-            trainer = start(source, folder, cut, config, data, options) if cut else Trainer(config, data, options)
-            drive([(trainer, folder)], observers=observers, stop=stop)
+    folder, config, cut, options = chapter.folder, chapter.config, chapter.cut, Options(device="cpu")
+    if cut:
+        compress(source.path, cut, config, out=folder.path, data=data, options=options, observers=observers, stop=stop)
+    else:
+        complete(folder, config, lambda: Trainer(config, data, options), observers=observers, stop=stop)
 
 
 def run_demo(out: Path, seed: int, console: Console, silent: bool = False) -> Story | None:

@@ -111,22 +111,23 @@ def lambda_table(run: Inspection) -> Table:
     """Per canonical layer: the λ sorted by size and counted by value, and the way of σ and |λ| through the epochs."""
     assert run.summary is not None
     assert run.model is not None
-    table = Table("layer", "|λ| sorted", "λ counted", "max |λ|", "σ by epoch", "median |λ| by epoch", box=SIMPLE)
+    table = Table(box=SIMPLE)
+    for heading in ("layer", "|λ| sorted", "λ counted", "σ by epoch", "median |λ|"):
+        table.add_column(heading, no_wrap=True)
     layers = cpnorm.canonical_layers(run.model)
     for row in run.summary.layers:
         history = [line["layers"][row.name] for line in run.metrics]
         table.add_row(
             row.name,
             bars(row.lambdas),
-            bars(torch.histc(layers[row.name].lambdas.detach().float(), 12).tolist()),
-            f"{row.lambdas[0]:.3g}",
+            bars(torch.histc(layers[row.name].lambdas.detach().float(), 10).tolist()),
             trend([entry["sigma"] for entry in history]),
             trend([entry["lambda_size_quartiles"][2] for entry in history]),
         )
     return table
 
 
-def bars(values: Sequence[float], width: int = 12) -> str:
+def bars(values: Sequence[float], width: int = 10) -> str:
     """Sizes as bars from zero to the largest, in ``width`` characters or fewer.
 
     >>> bars([1, 4, 8, 2])
@@ -137,7 +138,7 @@ def bars(values: Sequence[float], width: int = 12) -> str:
     return "".join(BARS[max(0, -int(-len(BARS) * value // largest) - 1)] for value in picked)
 
 
-def trend(values: Sequence[float], width: int = 12) -> str:
+def trend(values: Sequence[float], width: int = 6) -> str:
     """First and last value, and between them the course from the smallest to the largest.
 
     >>> trend([1.0, 1.5, 2.0])

@@ -102,7 +102,10 @@ def changed(config: Config, settings: Mapping[str, Any]) -> Config:
     plain = {name: value.value if isinstance(value, Enum) else value for name, value in said.items()}
     if "rank" in plain:
         plain["rank"] = parse_rank(plain["rank"])
-    return config.replace(**plain)
+    try:
+        return config.replace(**plain)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def parse_rank(text: str) -> Rank:
@@ -116,7 +119,9 @@ def parse_rank(text: str) -> Rank:
     try:
         rank = json.loads(text) if text.lstrip().startswith("{") else int(text) if text.isdigit() else float(text)
     except ValueError:
-        raise ValueError(f"expected a rank such as 64, 0.25, exact, paper or a JSON object, got {text!r}") from None
+        raise typer.BadParameter(
+            f"expected a rank such as 64, 0.25, exact, paper or a JSON object, got {text!r}"
+        ) from None
     return rank
 
 
@@ -135,7 +140,7 @@ def parse_seconds(text: str) -> float:
             else:
                 number += letter
     except ValueError:
-        raise ValueError(f"expected a time such as 90s, 9m or 1h30m, got {text!r}") from None
+        raise typer.BadParameter(f"expected a time such as 90s, 9m or 1h30m, got {text!r}") from None
     if not 0 < seconds < float("inf"):
-        raise ValueError(f"expected a time > 0, got {text!r}")
+        raise typer.BadParameter(f"expected a time > 0, got {text!r}")
     return seconds

@@ -9,6 +9,7 @@ import base64
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,12 @@ def histograms(layers: Mapping[str, Mapping[str, Tensor]]) -> Figure:
     for panel, (name, states) in zip(axes, layers.items(), strict=True):
         limit = max(lambdas.abs().max().item() for lambdas in states.values()) or 1.0
         edges = torch.linspace(-limit, limit, BINS + 1)
-        for state, lambdas in states.items():
+        for number, (state, lambdas) in enumerate(states.items(), 1):
             counts = torch.histogram(lambdas.float().cpu(), edges).hist
-            panel.stairs(counts.tolist(), edges.tolist(), fill=True, alpha=0.5, label=state)
+            last = number == len(states)  # filled, the ones before it as outlines
+            panel.stairs(counts.tolist(), edges.tolist(), fill=last, alpha=0.5 if last else 1.0, label=state)
         panel.set(title=name, xlabel="λ", ylabel="terms")
+        panel.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes[0].legend(fontsize="small")
     return figure
 
@@ -125,6 +128,7 @@ def progress(lines: Lines) -> Figure:
             panel.fill_between(epochs, lower, upper, alpha=0.35, color=COLOURS[0], linewidth=0, label="middle half")
             panel.plot(epochs, median, color=COLOURS[0], label="median")
             panel.set(title=f"{name}: σ and |λ|", xlabel="epoch")
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.legend(fontsize="small")
     return figure
 
@@ -162,7 +166,7 @@ def svg(figure: Figure, title: str) -> str:
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :].replace(INK, "currentColor")
-    return text.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
+    return text.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)
 
 
 def png_address(png: bytes) -> str:

@@ -9,6 +9,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,12 +51,13 @@ class Watch:
         now = time.monotonic()
         if not (self._live or self.silent) and (trainer.finished or not self._spoken or now - self._spoken > QUIET):
             self._spoken = now
-            self.console.print(f"epoch {line['epoch']}/{trainer.config.epochs}  {results(line)}  {self._pace()}")
+            text = f"epoch {line['epoch']}/{trainer.config.epochs}  {results(line)}  {self._pace()}"
+            self.console.print(text, soft_wrap=True)
 
     def __rich__(self) -> RenderableType:
         trainer = self._trainer
         if trainer is None:
-            return self.note
+            return Text(self.note)
         done, total = trainer.epoch * trainer.batches + trainer.batch, trainer.config.epochs * trainer.batches
         row = Table.grid(padding=(0, 2))
         row.add_row(
@@ -97,22 +99,25 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def tensorboard(folder: Path, epoch: int) -> Observer:
-    """An observer that writes every epoch for TensorBoard; what a killed run wrote after ``epoch`` is overwritten."""
+def tensorboard(folder: Path) -> Observer:
+    """An observer that writes every epoch for TensorBoard; what a killed run wrote too much of is overwritten."""
     from torch.utils.tensorboard import SummaryWriter
 
     import cpnorm
 
-    writer = SummaryWriter(str(folder), purge_step=epoch + 1)
+    writer: SummaryWriter | None = None
 
     def write(trainer: Trainer, line: dict[str, Any]) -> None:
+        nonlocal writer
+        epoch = line["epoch"]
+        writer = writer or SummaryWriter(str(folder), purge_step=epoch)
         numbers = {key: value for key, value in line.items() if isinstance(value, float)}
         for name, layer in line["layers"].items():
             numbers |= {f"sigma/{name}": layer["sigma"], f"lambda median/{name}": layer["lambda_size_quartiles"][2]}
         for key, value in numbers.items():
-            writer.add_scalar(key, value, line["epoch"])
+            writer.add_scalar(key, value, epoch)
         for name, layer in cpnorm.canonical_layers(trainer.model).items():
-            writer.add_histogram(f"lambda/{name}", layer.lambdas.detach().float().cpu(), line["epoch"])
+            writer.add_histogram(f"lambda/{name}", layer.lambdas.detach().float().cpu(), epoch)
         writer.flush()
 
     return write
