@@ -142,10 +142,11 @@ def test_layouts_are_handed_on() -> None:
     model = network().eval()
     choice = choose_forms(model, image(), measure=False)
     assert choice.channels_last
-    small = choice.apply(model)
-    with torch.no_grad():
-        assert small[:2](image()).is_contiguous(memory_format=torch.channels_last)
-        close(small(image()), model(image()), 1e-5)
+    for form in ("dense", "depthwise", "separable", "split", "pointwise-first", "pointwise-last"):
+        small = choose_forms(model, image(), measure=False, forms={"0": form}).apply(model)
+        with torch.no_grad():
+            assert small[:2](image()).is_contiguous(memory_format=torch.channels_last)
+            close(small(image()), model(image()), 1e-5)
     flat = canonical_norm(nn.Sequential(nn.Conv1d(4, 8, 3), nn.ReLU()), rank=2)
     assert not choose_forms(flat, torch.randn(2, 4, 9), measure=False).channels_last
 
