@@ -23,7 +23,7 @@ CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 # Arithmetic a machine does in the time it moves one byte of a large tensor. Measured: benchmarks/plan.py.
 FLOPS_PER_BYTE = {"cpu": 12.0, "cuda": 120.0}
 # Depthwise convolutions use no matrix unit: one of their operations costs as much as this many of a matrix product.
-DEPTHWISE_PENALTY = {"cpu": 8.0, "cuda": 16.0}
+DEPTHWISE_PENALTY = {"cpu": 8.0, "cuda": 800.0}
 
 
 # --- doing --------------------------------------------------------------------------------------------------------

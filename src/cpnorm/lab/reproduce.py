@@ -320,6 +320,7 @@ def explore(trainer: Trainer) -> dict[str, Any]:
         cpnorm.truncate(trainer.model, rate=rate)
         accuracies.append(round(trainer.evaluate(trainer.data.test_images, trainer.data.test_labels)[1], 2))
     trainer.model = whole
+    flops = term_flops(whole, trainer.prepare(trainer.data.test_images[:1]))
     layers = {}
     for name, layer in cpnorm.canonical_layers(whole).items():
         sizes = layer.lambdas.detach().abs().sort(descending=True).values.cpu()
@@ -328,8 +329,29 @@ def explore(trainer: Trainer) -> dict[str, Any]:
             "rank": layer.rank,
             "lambdas": [float(f"{value:.3g}") for value in shown.tolist()],
             "term_weights": 1 + sum(layer.modes),
+            "flops_per_term": flops[name] // layer.rank,
         }
     return {"rates": list(EXPLORED_RATES), "accuracy": accuracies, "layers": layers}
+
+
+@torch.no_grad()
+def term_flops(model: nn.Module, image: torch.Tensor) -> dict[str, int]:
+    """FLOPs of each canonical layer through its factors, for one image."""
+    flops: dict[str, int] = {}
+
+    def count(name: str) -> Callable[..., None]:
+        def hook(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            assert isinstance(layer, cpnorm.CPLayer)
+            flops[name] = layer.plan(inputs[0].shape, training=False).factors.flops
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(count(n)) for n, layer in cpnorm.canonical_layers(model).items()]
+    model.eval()(image)
+    model.train()
+    for handle in handles:
+        handle.remove()
+    return flops
 
 
 def estimate_ranks(table: Table, results: Path, seed: int = 0, announce: Callable[[str], None] = log.info) -> None:
