@@ -149,7 +149,7 @@ def test_energy_is_kept(energy: float, criterion: str) -> None:
         for name, layer in cpnorm.canonical_layers(model).items()
     ]
     assert sum(kept) / len(kept) == pytest.approx(report.energy, abs=1e-5)
-    assert report.energy >= energy - 1e-9
+    assert report.energy >= energy - 1e-6
     assert report.weights_after < report.weights_before
 
 

@@ -69,16 +69,17 @@ def truncate(
         criterion: what a term is worth. "lambda": its squared norm; "gram": what its absence adds to the squared error,
             overlaps with other terms included; "taylor": |lambda * dL/dlambda| on ``data``. Given ``data``, the first
             two are measured at the outputs of the layer instead of its weight. Between layers they count as shares of
-            the layer's own whole: the scale of a layer means nothing where the next one can undo it, and to first
-            order the relative errors of the layers are what adds up at the end of a network.
+            the layer's own whole, since the scale of a layer means nothing where the next one can undo it; and what
+            adds up is minus the logarithm of the share that is left, so that no layer is emptied for the others' sake.
         refit: what the kept terms take over from the others. "lambdas": least squares on lambda towards the old weight;
-            "als": alternating least squares towards it; "outputs": least squares on the output vectors and the bias
-            towards the old outputs on ``data``.
+            "als": alternating least squares towards it; "outputs": after that, layer by layer, least squares on the
+            output vectors and the bias towards the old outputs on ``data``.
         data: a few batches of (inputs, targets).
         loss_function: of (outputs, targets), averaged over the batch.
         example_input: what FLOPs are counted on.
-        optimizer: its state is cut to the kept terms, so that training goes on ("als" makes new terms, whose state
-            starts anew). Without it an optimizer that has state raises at its next step.
+        optimizer: its state is cut to the kept terms, so that training goes on; "als" and "outputs" make new terms,
+            whose state starts anew. Without it an optimizer that has state raises at its next step; only torch's fused
+            kernels do not look, and go on with the state of other terms.
         skip: layers to leave alone: names, patterns such as "features.*", or types.
         dry_run: only report what would happen.
 
@@ -302,6 +303,7 @@ def _report(
 
 
 def _energy_kept(before: CPTensor, after: CPTensor) -> float:
-    old, new = before.to(torch.float64).to_dense(), after.to(torch.float64).to_dense()
-    whole = old.square().sum().item()
-    return 1 - (old - new).square().sum().item() / whole if whole else 1.0
+    wide = torch.promote_types(before.lambdas.dtype, torch.float32)
+    old, new = before.to(wide).to_dense(), after.to(wide).to_dense()
+    whole = old.square().sum(dtype=torch.float64).item()
+    return 1 - (old - new).square().sum(dtype=torch.float64).item() / whole if whole else 1.0

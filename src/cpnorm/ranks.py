@@ -18,9 +18,9 @@ def ranks_for_budget(
 ) -> dict[str, int]:
     """Ranks with which ``canonical_norm`` gives a plain model at most ``params`` parameters, biases and all.
 
-    Of all ranks that fit, those with the least sum over the layers of dense weights per canonical weight, a stand-in for
-    the error of a layer nobody has trained yet. Where no bound is hit a layer so gets weights in proportion to the
-    square root of its dense size. No layer gets less than one term or more than its exact rank, where it can be anything.
+    Of all ranks that fit, those with the least sum of 1 / rank over the layers: whatever its size, a layer is a
+    bottleneck as narrow as its rank, and one term more is worth less the more there are. So ranks go with
+    1 / sqrt(weights of a term), between one term and the exact rank, where a weight can be anything.
 
     Args:
         model: with plain layers.
@@ -43,8 +43,7 @@ def ranks_for_budget(
         raise ValueError(f"expected params >= {params - left:,}, which give every layer one term, got {params:,}")
 
     def gain(name: str) -> float:  # of one more term, for each of its weights
-        rank = ranks[name]
-        return math.prod(shapes[name]) / cost[name] * (1 / rank - 1 / (rank + 1)) / cost[name]
+        return (1 / ranks[name] - 1 / (ranks[name] + 1)) / cost[name]
 
     queue = [(-gain(name), name) for name in ranks]
     heapq.heapify(queue)

@@ -82,29 +82,31 @@ def refit_outputs(
     for name in (name for name in order if name in forms):
         layer = layers[name]
         if not (isinstance(layer, nn.Linear) and output_modes(layer) > 1):
+            twins = [module for module in model.modules() if identity(module) == identity(layer)]
             instead = {p: value for name, form in done.items() for p, value in form.instead(layers[name]).items()}
-            done[name] = _regress(layer, done[name], *_sums(model, layer, instead, inputs))
+            sums = _sums(model, twins, instead, inputs)
+            done[name] = _regress(layer, done[name], *sums, shift=layer.bias is not None and len(twins) == 1)
     return done
 
 
 def _sums(
-    model: nn.Module, layer: CPLayer, instead: Instead, inputs: Sequence[Any]
+    model: nn.Module, layers: Sequence[nn.Module], instead: Instead, inputs: Sequence[Any]
 ) -> tuple[Tensor, Tensor]:  # -> (G, R + 1, R + 1), (G, O / G, R + 1)
-    """z z^T and y z^T over all inputs: z of the new form, with a constant 1 for the bias, and y of the old layer."""
-    twins = [module for module in model.modules() if identity(module) == identity(layer)]
+    """z z^T and y z^T over all inputs: z of the new form, then a constant 1; y of the old one less the bias."""
 
     def each_call(compute: Callable[..., Tensor], x: Any, instead: Instead | None = None) -> Tensor:
         found: list[Tensor] = []
 
         def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module in twins:
+            if module in layers:
                 found.append(compute(module, *args, **kwargs))
 
         watch(model, x, seen, instead)
         return torch.cat(found).transpose(0, 1)  # (G, positions, ...)
 
     def old_outputs(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        return by_position(module, module.forward(*args, **kwargs))
+        y, bias = by_position(module, module.forward(*args, **kwargs)), cast(Tensor | None, module.bias)
+        return y if bias is None else y - bias.reshape(y.shape[1:]).to(y)
 
     squares = products = torch.zeros(())
     for x in inputs:
@@ -114,22 +116,21 @@ def _sums(
     return squares, products
 
 
-def _regress(layer: CPLayer, form: Fitted, squares: Tensor, products: Tensor) -> Fitted:
+def _regress(layer: CPLayer, form: Fitted, squares: Tensor, products: Tensor, shift: bool) -> Fitted:
     cp = form.cp.to(torch.float64)
     scales = cp.sigma * cp.lambdas
-    columns = output_vectors(layer, cp) * scales  # (G, O / G, R)
-    bias = cast(Tensor | None, layer.bias)
-    if bias is None:
-        squares, products = squares[:, :-1, :-1], products[:, :, :-1]
-    else:
-        products = products - bias.double().reshape(len(products), -1, 1) * squares[:, -1:]
-        columns = F.pad(columns, (0, 1))
+    if not scales.any():
+        return form  # of a weight that is zero
+    columns = F.pad(output_vectors(layer, cp) * scales, (0, 1))  # (G, O / G, R + 1)
     if len(squares) > len(columns):  # groups that share their output vectors
         squares, products = squares.sum(0, keepdim=True), products.sum(0, keepdim=True)
-    change = _solve(squares, (products - columns @ squares).mT).mT
-    if bias is not None:
-        shift = change[:, :, -1].flatten()
-        bias = (bias.double() + shift.repeat(len(bias) // len(shift))).to(bias.dtype)
+    free = slice(None) if shift else slice(-1)  # with the constant, or without it
+    left = (products - columns @ squares)[:, :, free]
+    change = _solve(squares[:, free, free], left.mT).mT
+    bias = form.bias
+    if shift:
+        old, moved = cast(Tensor, layer.bias), change[:, :, -1].flatten()
+        bias = (old.double() + moved.repeat(len(old) // len(moved))).to(old.dtype)
 
     # A term of scale 0 may come to life: it starts from a zero vector at scale 1.
     alive = scales != 0
