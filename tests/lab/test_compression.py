@@ -118,6 +118,17 @@ def test_another_cut_or_network_does_not_mix(canonical: Path, plain: Path, digit
     compress(moved, Cut(rate=0.5), none, out=tmp_path / "a", data=digits, options=CPU)
 
 
+def test_what_never_began_is_not_in_the_way(canonical: Path, digits: ImageSet, tmp_path: Path) -> None:
+    none = CONFIG.replace(epochs=0)
+    with pytest.raises(ValueError, match="expected 0 <= rate < 1, got 2"):
+        compress(canonical, Cut(rate=2), none, out=tmp_path, data=digits, options=CPU)
+    compress(canonical, Cut(rate=0.5), none, out=tmp_path, data=digits, options=CPU)
+    before = (tmp_path / "config.json").read_text()
+    with pytest.raises(RunError, match="holds a run with other settings"):
+        compress(canonical, Cut(rate=2), none, out=tmp_path, data=digits, options=CPU)
+    assert (tmp_path / "config.json").read_text() == before
+
+
 def test_held_out_images_do_not_choose(canonical: Path, digits: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = []
     truncate = cpnorm.truncate

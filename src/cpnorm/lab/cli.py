@@ -290,20 +290,28 @@ def reproduce(
     from cpnorm.lab import reproduce as lab
     from cpnorm.lab.train import Options
 
-    console = messages()
+    console, keys = messages(), tables or []
     announce_warnings(console)
+
+    def announce(text: str) -> None:
+        if not as_json:
+            console.print(text, markup=False, soft_wrap=True)
+
     if dry_run:
-        left = lab.missing_jobs(tables or [], range(seeds), lab.Results(results))
+        left = lab.missing_jobs(keys, range(seeds), lab.Results(results))
     else:
+        for table in lab.find_tables(keys):
+            if table.ranks:
+                lab.estimate_ranks(table, results, announce=announce)
         left = lab.reproduce(
-            tables or [],
+            keys,
             seeds=range(seeds),
             results=results,
             work=work,
             options=Options(device, data_dir=data_dir),
             at_once=at_once,
             time_limit=parse_seconds(time_limit) if time_limit else None,
-            announce=lambda text: None if as_json else console.print(text, markup=False, soft_wrap=True),
+            announce=announce,
         )
     if as_json:
         print_json({"missing": [{"row": job.row.key, "seed": job.seed} for job in left]})

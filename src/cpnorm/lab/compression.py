@@ -100,11 +100,17 @@ def complete(
 ) -> dict[str, Any]:
     """Take a run from wherever it is to its end; returns its record, with "stopped" and the reason if it was."""
     stop = stop if stop is not None else Stop()
-    chief = process()[0] == 0
+    chief, new = process()[0] == 0, not (folder / "config.json").exists()
     with folder.claimed(config, extra) if chief else nullcontext():
         record = folder.record()
         if record is None:
-            trainer = begin()
+            try:
+                trainer = begin()
+            except BaseException:
+                if chief and new:  # what never began must not stand in the way of other settings
+                    for name in ("config.json", "environment.json", "cut.json", "start.safetensors"):
+                        (folder / name).unlink(missing_ok=True)
+                raise
             drive([(trainer, folder)], observers=observers, stop=stop)
             record = trainer.record()
             if not trainer.finished or (chief and folder.record() is None):
