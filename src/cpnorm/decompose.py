@@ -345,27 +345,27 @@ def _als(
     matrix = dense.permute(order).reshape(dense.shape[order[0]], -1)
     factors, lambdas = [start.factors[mode] for mode in order], start.sigma * start.lambdas
     grams = [f.mT @ f for f in factors]
-    one = dense.new_ones(1, start.rank)
+    one, eye = dense.new_ones(1, start.rank), torch.eye(start.rank, dtype=dense.dtype, device=dense.device)
     for _ in range(sweeps):
         if error < max(10 * epsilon, enough):
             break
         before, damping, rest = (lambdas, list(factors)), ridge * error**2, matrix
+        behind = [one]  # Khatri-Rao products of the modes behind each one
+        for factor in factors[:0:-1]:
+            behind.append(khatri_rao([factor, behind[-1]]))
         for mode in range(len(factors)):
-            others = khatri_rao([*factors[mode + 1 :], one])
             if mode == 0:
-                projected = matrix @ others  # (d, R)
+                projected = matrix @ behind.pop()  # (d, R)
             else:
                 rest = rest.view(len(factors[mode]), -1, start.rank)
-                projected = (rest * others).sum(1)
+                projected = (rest * behind.pop()).sum(1)
             normal = reduce(torch.mul, grams[:mode] + grams[mode + 1 :])
-            solved = _solve_damped(normal, projected, damping)
+            solved = _solve_damped(normal, eye, projected, damping)
             units, lambdas = _unit_rows(solved.mT)
             factors[mode], grams[mode] = units.mT, units @ units.mT
             # The largest mode is contracted by one matrix product for all modes behind it; these are small.
             rest = matrix.mT @ factors[0] if mode == 0 else (rest * factors[mode][:, None]).sum(0)
-        inner = (projected * solved).sum(dtype=torch.float64)
-        norm = torch.einsum("r,rs,s->", lambdas.double(), (normal * grams[-1]).double(), lambdas.double())
-        squared = 1 - 2 * inner.item() + norm.item()
+        squared = 1 + ((solved @ normal - 2 * projected) * solved).sum(dtype=torch.float64).item()
         if squared < math.sqrt(epsilon):  # the difference of large numbers is mostly rounding: measure it instead
             squared = (matrix - (factors[0] * lambdas) @ khatri_rao(factors[1:]).mT).square().sum().item()
         previous, error = error, math.sqrt(squared)
@@ -376,14 +376,11 @@ def _als(
     return CPTensor.from_terms(lambdas, [factors[order.index(mode)] for mode in range(dense.ndim)])
 
 
-def _solve_damped(normal: Tensor, right: Tensor, damping: float) -> Tensor:  # (R, R), (d, R) -> (d, R)
-    """Solves x @ (normal + damping) = right; a system that is still singular gets as much damping as it needs."""
-    rank = len(normal)
+def _solve_damped(normal: Tensor, eye: Tensor, right: Tensor, damping: float) -> Tensor:  # (R, R), (d, R) -> (d, R)
+    """Solves x @ (normal + damping * eye) = right; a system still singular gets as much damping as it needs."""
     while True:
-        damped = normal.clone()
-        damped.diagonal().add_(damping)
-        lower, failed = torch.linalg.cholesky_ex(damped)
-        if not failed or damping > rank:  # with more than this the matrix is positive definite by its diagonal
+        lower, failed = torch.linalg.cholesky_ex(torch.add(normal, eye, alpha=damping))
+        if not failed or damping > len(normal):  # with more than this its diagonal makes it positive definite
             return torch.cholesky_solve(right.mT, lower).mT
         damping = max(10 * damping, torch.finfo(normal.dtype).eps)
 
