@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from cpnorm.convert import canonical_layers, fold
 from cpnorm.forms import FormCost, chain, form_cost, forms_of
 from cpnorm.layers import CPLayer
+from cpnorm.plain import has_layouts, laid_out, plain_copy, with_layout
 from cpnorm.race import race
 
 Inputs = Tensor | tuple[Any, ...] | dict[str, Any]
@@ -23,7 +23,6 @@ Shape = tuple[int, ...]
 
 GAIN = 0.95  # a chain must take less than this share of the dense layer's time: anything closer is noise
 HOPELESS = 2.0  # a chain modelled at more than this multiple of the cheapest is not timed
-LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dimensions of a convolution's weight
 
 
 def factorize(
@@ -75,7 +74,7 @@ class Factorization:
         """A plain copy of the model with its canonical layers in the chosen forms."""
         if list(canonical_layers(model)) != list(self.layers):
             raise ValueError(f"this choice is for a model with the canonical layers {', '.join(self.layers)}")
-        return _plain_copy(model, {name: layer.form for name, layer in self.layers.items()}, self.channels_last)
+        return plain_copy(model, {name: layer.form for name, layer in self.layers.items()}, self.channels_last)
 
     def total(self, which: Literal["dense", "chosen"]) -> FormCost:
         """Of all canonical layers together."""
@@ -142,7 +141,7 @@ def choose_forms(
         for channels_last, pick in compared[key].items():
             picks[channels_last][name] = pick
 
-    layouts = (False, True) if any(_has_layouts(module) for module in dense.modules()) else (False,)
+    layouts = (False, True) if any(has_layouts(module) for module in dense.modules()) else (False,)
     if not measure:
         return Factorization(picks[layouts[-1]], layouts[-1], {})
     return _race_models(model, dense, picks, layouts, example_input, whole_dense=goal == "time" and not asked)
@@ -232,22 +231,24 @@ def _compare(
     picks = {}
     for channels_last, seconds in _race_layer(runners, calls).items():
         form = min(seconds, key=lambda form: seconds[form])
-        form, reason = (form, "fastest") if seconds[form] < GAIN * seconds["dense"] else ("dense", "no chain is faster")
-        picks[channels_last] = LayerForm(form, f"{reason} of {len(runners)} timed", layer.rank, costs, seconds)
+        reason = f"fastest of {len(runners)} timed"
+        if seconds[form] >= GAIN * seconds["dense"]:
+            form, reason = "dense", f"none of {len(runners) - 1} chains timed is faster"
+        picks[channels_last] = LayerForm(form, reason, layer.rank, costs, seconds)
     return picks
 
 
 def _race_layer(candidates: Mapping[str, nn.Module], calls: list[_Call]) -> dict[bool, dict[str, float]]:
     """Seconds of each form on random inputs of the shapes it is called with, by layout."""
-    layouts = (False, True) if _has_layouts(candidates["dense"]) else (False,)
+    layouts = (False, True) if has_layouts(candidates["dense"]) else (False,)
     device = next(candidates["dense"].parameters()).device
     random = torch.Generator(device).manual_seed(0)
     drawn = [torch.randn(call.shape, generator=random, device=device).to(call.dtype) for call in calls]
     runs = {}
     for channels_last in layouts:
-        inputs = [_laid_out(x) for x in drawn] if channels_last else drawn
+        inputs = [laid_out(x) for x in drawn] if channels_last else drawn
         for form, module in candidates.items():
-            twin = _with_layout(copy.deepcopy(module), channels_last).eval()
+            twin = with_layout(copy.deepcopy(module), channels_last).eval()
             runs[form, channels_last] = partial(_run_all, twin, inputs)
     seconds = race(runs, device)
     return {
@@ -276,57 +277,9 @@ def _race_models(
     runs = {}
     for (kind, layout), layers in options.items():
         forms = {name: layer.form for name, layer in layers.items()}
-        twin = _plain_copy(model, forms, layout).eval()
+        twin = plain_copy(model, forms, layout).eval()
         runs[kind, layout] = partial(_run, twin, example_input)
     runs["baseline", False] = partial(_run, dense, example_input)
     seconds = race(runs, next(dense.parameters()).device)
     best = min(options, key=lambda option: seconds[option])
     return Factorization(options[best], best[1], {"dense": seconds["baseline", False], "chosen": seconds[best]})
-
-
-# --- doing --------------------------------------------------------------------------------------------------------
-
-
-def _plain_copy(model: nn.Module, forms: Mapping[str, str], channels_last: bool) -> nn.Module:
-    """The model with its canonical layers as chains, or folded; what was shared or tied stays so."""
-    twin = copy.deepcopy(model)
-    first = {id(layer.lambdas): name for name, layer in canonical_layers(twin).items()}
-    leaders: dict[int, nn.Sequential] = {}  # by the id of the lambdas: tied layers share the weights of one chain
-    built: dict[int, nn.Sequential] = {}  # by the id of the layer: one object in several places stays one
-    for name, layer in list(twin.named_modules(remove_duplicate=False)):
-        if not isinstance(layer, CPLayer) or forms[first[id(layer.lambdas)]] == "dense":
-            continue
-        if id(layer) not in built:
-            built[id(layer)] = plain = chain(layer, forms[first[id(layer.lambdas)]])
-            leader = leaders.setdefault(id(layer.lambdas), plain)
-            for step, owner in zip(plain, leader, strict=True):
-                if "weight" in owner._parameters:
-                    step.weight = owner.weight
-        twin = _replaced(twin, name, built[id(layer)])
-    return _with_layout(fold(twin), channels_last)
-
-
-def _replaced(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
-    parent, _, child = name.rpartition(".")
-    if not name:
-        return module
-    model.get_submodule(parent).register_module(child, module)
-    return model
-
-
-def _has_layouts(module: nn.Module) -> bool:
-    return isinstance(module, _ConvNd) and module.weight.ndim in LAYOUTS
-
-
-def _with_layout(model: nn.Module, channels_last: bool) -> nn.Module:
-    """Convolutions whose weights lie channels last hand that layout on to what follows them."""
-    if channels_last:
-        for module in model.modules():
-            if isinstance(module, _ConvNd) and _has_layouts(module):
-                module.weight.data = _laid_out(module.weight.data)
-    return model
-
-
-def _laid_out(x: Tensor) -> Tensor:
-    # Written anew: a 1x1 kernel counts as channels last already, but only strides that say so are handed on.
-    return torch.empty_like(x, memory_format=LAYOUTS[x.ndim]).copy_(x) if x.ndim in LAYOUTS else x

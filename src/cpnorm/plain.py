@@ -1,0 +1,62 @@
+"""Plain copies of canonical models: their layers as chains or dense, in either memory layout."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from cpnorm.convert import canonical_layers, fold
+from cpnorm.forms import chain
+from cpnorm.layers import CPLayer
+
+LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dimensions of a convolution's weight
+
+
+def plain_copy(model: nn.Module, forms: Mapping[str, str], channels_last: bool) -> nn.Module:
+    """The model with its canonical layers as chains, or folded; what was shared or tied stays so."""
+    twin = copy.deepcopy(model)
+    first = {id(layer.lambdas): name for name, layer in canonical_layers(twin).items()}
+    leaders: dict[int, nn.Sequential] = {}  # by the id of the lambdas: tied layers share the weights of one chain
+    built: dict[int, nn.Sequential] = {}  # by the id of the layer: one object in several places stays one
+    for name, layer in list(twin.named_modules(remove_duplicate=False)):
+        if not isinstance(layer, CPLayer) or forms[first[id(layer.lambdas)]] == "dense":
+            continue
+        if id(layer) not in built:
+            built[id(layer)] = plain = chain(layer, forms[first[id(layer.lambdas)]])
+            leader = leaders.setdefault(id(layer.lambdas), plain)
+            for step, owner in zip(plain, leader, strict=True):
+                if "weight" in owner._parameters:
+                    step.weight = owner.weight
+        twin = _replaced(twin, name, built[id(layer)])
+    return with_layout(fold(twin), channels_last)
+
+
+def _replaced(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
+    parent, _, child = name.rpartition(".")
+    if not name:
+        return module
+    model.get_submodule(parent).register_module(child, module)
+    return model
+
+
+def has_layouts(module: nn.Module) -> bool:
+    """Whether it is a convolution that can run channels last."""
+    return isinstance(module, _ConvNd) and module.weight.ndim in LAYOUTS
+
+
+def with_layout(model: nn.Module, channels_last: bool) -> nn.Module:
+    """Convolutions whose weights lie channels last hand that layout on to what follows them."""
+    if channels_last:
+        for module in model.modules():
+            if isinstance(module, _ConvNd) and has_layouts(module):
+                module.weight.data = laid_out(module.weight.data)
+    return model
+
+
+def laid_out(x: Tensor) -> Tensor:
+    """Channels last, in its strides too: a 1x1 kernel counts as such anyway, but only strides are handed on."""
+    return torch.empty_like(x, memory_format=LAYOUTS[x.ndim]).copy_(x) if x.ndim in LAYOUTS else x
