@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import json
+import io
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -300,29 +303,6 @@ def test_a_dry_run_tells_and_does_nothing() -> None:
     assert truncate(model, params=1000, refit="lambdas") == told
 
 
-def test_the_report_adds_up() -> None:
-    model, x = network(), batches()[0][0]
-    before = weights(model)
-    plain = cpnorm.fold(copy.deepcopy(model))
-    report = truncate(model, rate=0.5, example_input=x)
-    assert (report.weights_before, report.weights_after) == (before, weights(model))
-    assert report.weights_dense == weights(plain)
-    assert sum(row.weights_before - row.weights_after for row in report.layers) == before - weights(model)
-    for (name, layer), row in zip(cpnorm.canonical_layers(model).items(), report.layers, strict=True):
-        assert (row.name, row.rank_after) == (name, layer.rank)
-        assert row.weights_dense == plain.get_submodule(name).weight.numel()
-        assert row.flops_after <= row.flops_before <= row.flops_dense
-    assert report.energy == pytest.approx(sum(row.energy for row in report.layers) / 3)
-    values = json.loads(json.dumps(report.to_json()))
-    assert values["layers"][1]["rank_after"] == ranks(model)[1]
-    text = str(report)
-    assert "rate=0.5" in text.splitlines()[0]
-    assert text.splitlines()[-1].startswith("in all")
-    assert f"{report.weights_after:,}" in text.splitlines()[-1]
-    assert "MFLOP" in text
-    assert "MFLOP" not in str(truncate(model, rate=0))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("refit", ["none", "lambdas", "als", "outputs"])
 def test_other_precisions(dtype: torch.dtype, refit: str) -> None:
@@ -372,6 +352,24 @@ def test_a_wrong_call_changes_nothing() -> None:
         truncate(nn.Linear(2, 2), rate=0.5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("refit", ["none", "lambdas", "als", "outputs"])
+@pytest.mark.parametrize("criterion", ["lambda", "gram", "taylor"])
+@pytest.mark.parametrize("budget", [{"params": 1500}, {"energy": 0.8}, {"loss": 0.1}, {"rate": 0.5}], ids=str)
+def test_on_a_gpu_as_on_the_cpu(budget: dict, criterion: str, refit: str) -> None:
+    model, twin = network(), network().cuda()
+    optimizer = torch.optim.Adam(twin.parameters())
+    twin(batches()[0][0].cuda()).square().sum().backward()
+    optimizer.step()
+    twin.load_state_dict(model.state_dict())
+    report = truncate(twin, **budget, criterion=criterion, refit=refit, data=batches(), optimizer=optimizer)
+    assert {p.device.type for p in twin.parameters()} == {"cuda"}
+    truncate(model, ranks={row.name: row.rank_after for row in report.layers}, criterion=criterion, data=batches())
+    assert ranks(model) == ranks(twin)
+    twin(batches()[0][0].cuda()).square().sum().backward()
+    optimizer.step()
+
+
 # --- on real data -------------------------------------------------------------------------------------------------
 
 
@@ -406,3 +404,12 @@ def test_on_a_trained_network_refits_and_budgets_earn_their_keep() -> None:
         refitted = accuracy(params=budget, criterion=criterion, refit="outputs", data=data)
         assert refitted > paper + 0.1, criterion
         assert refitted > whole - 0.1, criterion
+
+
+def test_the_guide_runs() -> None:
+    guide = Path(__file__).parents[1] / "docs" / "guides" / "compression.md"
+    blocks = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 5
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec("\n".join(blocks), {"__name__": "guide"})
+    assert "params=60000" in printed.getvalue()

@@ -114,3 +114,18 @@ def test_a_state_that_is_not_per_term_is_an_error() -> None:
         cpnorm.truncate(model, rate=0.5, optimizer=optimizer)
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert str(optimizer.state_dict()) == str(moments)
+
+
+def test_a_loss_that_is_still_alive_does_not_matter() -> None:
+    """As in every training loop that truncates: ``loss`` holds the old graph until it is assigned again."""
+    model, optimizer, _ = trained(optim.Adam)
+    x = torch.randn(8, 3, 4, 4)
+    for rank in (9, 6, 3):
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        cpnorm.truncate(model, ranks={"0": rank}, optimizer=optimizer)
+    assert loss.grad_fn is not None
+    assert model[0].rank == 3
+    assert all(p.requires_grad and p.is_leaf and p.dtype == torch.float32 for p in model.parameters())

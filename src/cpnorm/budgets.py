@@ -67,7 +67,7 @@ def _barrier(lost: Tensor, whole: Tensor) -> Tensor:  # (R,), () -> (R,)
 
 def energy_lost(gram: Tensor, order: Tensor) -> Tensor:  # (R, R), (R,) -> (R,)
     """Squared error over the squared norm after 0, 1, ..., R - 1 terms have gone in this order."""
-    gram = gram.double().cpu()
+    gram, order = gram.double().cpu(), order.cpu()
     gone = gram[order][:, order].cumsum(0).cumsum(1).diagonal()
     return torch.cat([gone.new_zeros(1), gone[:-1]]) / gram.sum().clamp_min(torch.finfo(gram.dtype).tiny)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
@@ -27,8 +26,8 @@ from cpnorm.observe import (
 )
 from cpnorm.optimizers import cut_states
 from cpnorm.refit import REFITS, Fitted, fit, refit_outputs
-from cpnorm.summary import LayerReport, Report, count_weights
-from cpnorm.tensor import CPTensor
+from cpnorm.report import Report, all_flops, compare
+from cpnorm.summary import count_weights
 
 CRITERIA = ("lambda", "gram", "taylor")
 
@@ -114,7 +113,7 @@ def truncate(
     losses = (measured({}), measured(dropped)) if budget == "loss" else (None, None)
     forms = fitted(dropped)
     how = f"{budget}={amount}, criterion={criterion}, refit={refit}"
-    report = _report(how, model, layers, forms, work, *losses)
+    report = compare(how, model, layers, {n: form.cp for n, form in forms.items()}, work, *losses)
     states = cut_states(optimizer, layers, forms) if optimizer is not None else []
     if dry_run:
         return report
@@ -122,12 +121,25 @@ def truncate(
     # Everything is known and checked: from here on nothing can fail half way.
     for name, form in forms.items():
         layers[name].replace_terms(form.cp)
+        _forget_graphs(layers[name])
         if form.bias is not None:
             cast(Tensor, layers[name].bias).copy_(form.bias)
     for state, cut in states:
         state.clear()
         state.update(cut)
     return report
+
+
+def _forget_graphs(layer: CPLayer) -> None:
+    """Free the parameters from a graph that is still alive: `loss` of the last step in a training loop, say.
+
+    As long as any graph needs it, autograd keeps the node that accumulates a parameter's gradient, and with it the old
+    shape, into which no new gradient fits. Data of another type make it let go.
+    """
+    for parameter in layer.canonical_parameters():
+        data, other = parameter.data, torch.float32 if parameter.dtype == torch.float64 else torch.float64
+        parameter.data = data.new_empty(0, dtype=other)
+        parameter.data = data
 
 
 # --- what is asked for --------------------------------------------------------------------------------------------
@@ -214,7 +226,7 @@ def _choose(
         return {name: layers[name].rank - rank for name, rank in _ranks(amount, layers).items()}
 
     if budget == "flops":
-        total = _all_flops(model, work)
+        total = all_flops(model, work)
         saved = {name: _flops_saved(layer.rank, work.get(identity(layer), Work())) for name, layer in layers.items()}
     else:
         total = count_weights(model)
@@ -246,64 +258,3 @@ def _ranks(ranks: int | Mapping[str, int], layers: Mapping[str, CPLayer]) -> Map
 
 def _flops_saved(rank: int, work: Work) -> list[int]:
     return [work.at(rank) - work.at(rank - gone) for gone in range(rank)]
-
-
-def _all_flops(model: nn.Module, work: Mapping[int, Work], ranks: Mapping[int, int] | None = None) -> int:
-    """Of all linear and convolutional layers, canonical ones run the cheaper way, at other ranks where given."""
-    now = {identity(layer): layer.rank for layer in canonical_layers(model).values()} | dict(ranks or {})
-    return sum(each.at(now[key]) if key in now else each.dense for key, each in work.items())
-
-
-# --- reporting ----------------------------------------------------------------------------------------------------
-
-
-def _report(
-    how: str,
-    model: nn.Module,
-    layers: Mapping[str, CPLayer],
-    forms: Mapping[str, Fitted],
-    work: Mapping[int, Work],
-    loss_before: float | None,
-    loss_after: float | None,
-) -> Report:
-    rows = []
-    for name, layer in layers.items():
-        before, after = layer.cp, forms[name].cp if name in forms else layer.cp
-        each = work.get(identity(layer))
-        rows.append(
-            LayerReport(
-                name=name,
-                rank_before=before.rank,
-                rank_after=after.rank,
-                weights_before=before.numel(),
-                weights_after=after.numel(),
-                weights_dense=math.prod(before.shape),
-                flops_before=each.at(before.rank) if each else None,
-                flops_after=each.at(after.rank) if each else None,
-                flops_dense=each.dense if each else None,
-                energy=_energy_kept(before, after) if name in forms else 1.0,
-            )
-        )
-    weights = count_weights(model)
-    plain = weights - sum(layer.cp.numel() for layer in canonical_layers(model).values())
-    after_ranks = {identity(layers[name]): form.cp.rank for name, form in forms.items()}
-    return Report(
-        budget=how,
-        layers=tuple(rows),
-        weights_before=weights,
-        weights_after=weights - sum(row.weights_before - row.weights_after for row in rows),
-        weights_dense=plain + sum(math.prod(layer.modes) for layer in canonical_layers(model).values()),
-        flops_before=_all_flops(model, work) if work else None,
-        flops_after=_all_flops(model, work, after_ranks) if work else None,
-        flops_dense=sum(each.dense for each in work.values()) if work else None,
-        energy=sum(row.energy for row in rows) / len(rows),
-        loss_before=loss_before,
-        loss_after=loss_after,
-    )
-
-
-def _energy_kept(before: CPTensor, after: CPTensor) -> float:
-    wide = torch.promote_types(before.lambdas.dtype, torch.float32)
-    old, new = before.to(wide).to_dense(), after.to(wide).to_dense()
-    whole = old.square().sum(dtype=torch.float64).item()
-    return 1 - (old - new).square().sum(dtype=torch.float64).item() / whole if whole else 1.0

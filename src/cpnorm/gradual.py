@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cpnorm.compress import truncate
 from cpnorm.convert import canonical_layers
 from cpnorm.observe import Batch
-from cpnorm.summary import Report
+from cpnorm.report import Report
 
 
 class GradualTruncation:

@@ -1,4 +1,4 @@
-"""What a canonical model weighs and does, layer by layer and in all; and the same before and after a truncation."""
+"""What a canonical model weighs and does, layer by layer and in all."""
 
 from __future__ import annotations
 
@@ -155,82 +155,6 @@ def _summarise(name: str, layer: CPLayer, work: Work | None) -> LayerSummary:
 def count_weights(model: nn.Module) -> int:
     """All parameters of the model, shared ones once."""
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-# --- before and after a truncation --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """What truncation did to one layer. FLOPs are of the cheaper of dense and factors, with an example input only."""
-
-    name: str
-    rank_before: int
-    rank_after: int
-    weights_before: int
-    weights_after: int
-    weights_dense: int
-    flops_before: int | None
-    flops_after: int | None
-    flops_dense: int | None
-    energy: float  # kept: 1 - ||W - W_after||^2 / ||W||^2
-
-    def _cells(self) -> list[str]:
-        return [
-            self.name or "(this layer)",
-            f"{self.rank_before:,}",
-            f"{self.rank_after:,}",
-            f"{self.weights_before:,}",
-            f"{self.weights_after:,}",
-            share(self.weights_after, self.weights_before),
-            share(self.weights_after, self.weights_dense),
-            mega(self.flops_before),
-            mega(self.flops_after),
-            share(self.flops_after, self.flops_dense),
-            f"{100 * self.energy:.2f} %",
-        ]
-
-
-@dataclass(frozen=True)
-class Report:
-    """Printable. What truncation did, layer by layer; the totals count every parameter, and all FLOPs, of the model."""
-
-    budget: str
-    layers: tuple[LayerReport, ...]
-    weights_before: int
-    weights_after: int
-    weights_dense: int
-    flops_before: int | None
-    flops_after: int | None
-    flops_dense: int | None
-    energy: float  # mean over the layers
-    loss_before: float | None  # under a loss budget only
-    loss_after: float | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        header = ["layer", "rank", "kept", "weights", "kept", "of before", "of dense"]
-        header += ["MFLOP", "kept", "of dense", "energy"]
-        total = [
-            "in all",
-            f"{sum(layer.rank_before for layer in self.layers):,}",
-            f"{sum(layer.rank_after for layer in self.layers):,}",
-            f"{self.weights_before:,}",
-            f"{self.weights_after:,}",
-            share(self.weights_after, self.weights_before),
-            share(self.weights_after, self.weights_dense),
-            mega(self.flops_before),
-            mega(self.flops_after),
-            share(self.flops_after, self.flops_dense),
-            f"{100 * self.energy:.2f} %",
-        ]
-        lines = table(header, [*(layer._cells() for layer in self.layers), total], left=(0,))
-        if self.loss_before is not None:
-            lines += f"\nloss {self.loss_before:.4g} before, {self.loss_after:.4g} after"
-        return f"{self.budget}\n{lines}"
 
 
 # --- text ---------------------------------------------------------------------------------------------------------

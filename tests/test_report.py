@@ -1,0 +1,42 @@
+"""The report of a truncation: its numbers against direct counts, and its text."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import cpnorm
+from cpnorm import truncate
+
+
+def weights(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_the_report_adds_up() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 10), nn.Linear(10, 10))
+    cpnorm.canonical_norm(model, skip="4")
+    x = torch.randn(2, 3, 6, 6)
+    before = weights(model)
+    plain = cpnorm.fold(copy.deepcopy(model))
+    report = truncate(model, rate=0.5, example_input=x)
+    assert (report.weights_before, report.weights_after) == (before, weights(model))
+    assert report.weights_dense == weights(plain)
+    assert sum(row.weights_before - row.weights_after for row in report.layers) == before - weights(model)
+    for (name, layer), row in zip(cpnorm.canonical_layers(model).items(), report.layers, strict=True):
+        assert (row.name, row.rank_after) == (name, layer.rank)
+        assert row.weights_dense == plain.get_submodule(name).weight.numel()
+        assert row.flops_after <= row.flops_before <= row.flops_dense
+    assert report.energy == pytest.approx(sum(row.energy for row in report.layers) / 2)
+    values = json.loads(json.dumps(report.to_json()))
+    assert values["layers"][1]["rank_after"] == model[3].rank
+    text = str(report)
+    assert "rate=0.5" in text.splitlines()[0]
+    assert text.splitlines()[-1].startswith("in all")
+    assert f"{report.weights_after:,}" in text.splitlines()[-1]
+    assert "MFLOP" in text
+    assert "MFLOP" not in str(truncate(model, rate=0))
