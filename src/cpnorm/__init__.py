@@ -17,10 +17,13 @@ from cpnorm.layers import (
 )
 from cpnorm.convert import canonical_layers, canonical_norm, fold, renormalize, renormalize_after, renormalize_terms
 from cpnorm.modes import flatten_modes
+from cpnorm.ranks import ranks_for_budget
 from cpnorm.compress import truncate
+from cpnorm.gradual import GradualTruncation, lambda_penalty
 from cpnorm.summary import summary
 from cpnorm.factorize import factorize
 from cpnorm.checkpoint import load, read_metadata, save
+from cpnorm.export import export_onnx
 
 __all__ = [
     "__version__",
@@ -47,10 +50,14 @@ __all__ = [
     "renormalize_terms",
     "fold",
     "flatten_modes",
+    "ranks_for_budget",
     "truncate",
+    "GradualTruncation",
+    "lambda_penalty",
     "summary",
     "factorize",
     "save",
     "load",
     "read_metadata",
+    "export_onnx",
 ]

@@ -147,12 +147,21 @@ def test_runs_that_take_turns_do_not_disturb_each_other(digits: ImageSet) -> Non
 
 
 def test_a_deadline_stops_and_saves(tmp_path: Path, digits: ImageSet) -> None:
-    stopped = fit(TINY, data=digits, out=tmp_path, stop=Stop(deadline=time.monotonic()))
+    stop = Stop()
+
+    def stop_after_an_epoch(trainer: Trainer, line: dict) -> None:
+        stop.deadline = time.monotonic() - 1
+
+    stopped = fit(TINY, data=digits, out=tmp_path, stop=stop, observers=[stop_after_an_epoch])
+    assert stop.reason == "the time limit was reached"
+    assert len(stopped.history) == 1
     assert not stopped.finished
     assert (tmp_path / "checkpoint.pt").exists()
     assert RunFolder(tmp_path).record() is None
     assert fit(TINY, data=digits, out=tmp_path).finished
     assert RunFolder(tmp_path).record()["epochs"] == 3
+    with pytest.raises(RunError, match="holds a finished run"):
+        fit(TINY, data=digits, out=tmp_path)
 
 
 def test_divergence_is_named_and_recorded(tmp_path: Path, digits: ImageSet) -> None:

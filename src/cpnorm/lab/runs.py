@@ -51,7 +51,8 @@ class RunFolder:
                 self._check_same(settings)
             else:
                 write_json(self / "config.json", settings)
-            write_json(self / "environment.json", environment())
+            if self.record() is None:
+                write_json(self / "environment.json", environment())
             yield
 
     def _check_same(self, settings: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import cpnorm
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet, load, normalize
-from cpnorm.lab.runs import RunFolder, environment
+from cpnorm.lab.runs import RunError, RunFolder, environment
 from cpnorm.lab.setup import build_model, learning_rate, make_optimizer, pick_device, process
 from cpnorm.lab.steps import Step
 
@@ -305,6 +305,8 @@ def fit(
         folder = RunFolder(out) if out is not None else None
         if folder and process()[0] == 0:
             stack.enter_context(folder.claimed(config))
+            if folder.record() is not None:
+                raise RunError(f"{folder.path} holds a finished run")
         trainer = Trainer(config, data, options, model=model, progress=progress)
         drive([(trainer, folder)], observers=observers, stop=stop)
     return trainer
@@ -314,7 +316,7 @@ def drive(
     runs: Sequence[tuple[Trainer, RunFolder | None]], *, observers: Sequence[Observer] = (), stop: Stop | None = None
 ) -> None:
     """Take the steps of several runs in turn, so that they share a GPU; save now and then, at the end and on a stop."""
-    stop = stop or Stop()
+    stop = Stop() if stop is None else stop  # one that nobody has stopped yet is false
     active: list[tuple[Trainer, RunFolder | None, Iterator[bool]]] = []
     for trainer, folder in runs:
         if folder and (state := folder.load_checkpoint(trainer.device)):
