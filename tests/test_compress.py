@@ -397,13 +397,13 @@ def test_on_a_trained_network_refits_and_budgets_earn_their_keep() -> None:
             return (compressed(images[1200:]).argmax(1) == labels[1200:]).float().mean().item()
 
     whole = accuracy()
-    assert whole > 0.9
+    assert whole > 0.8
     budget, data = weights(model) // 8, [(images[:300], labels[:300])]
     paper = accuracy(rate=0.88)
     for criterion in ("lambda", "gram", "taylor"):
         refitted = accuracy(params=budget, criterion=criterion, refit="outputs", data=data)
-        assert refitted > paper + 0.1, criterion
-        assert refitted > whole - 0.1, criterion
+        assert refitted > paper + 0.3, criterion
+        assert refitted > whole - 0.15, criterion
 
 
 def test_the_guide_runs() -> None:
