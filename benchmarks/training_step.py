@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from typing import Any
 
 import torch
-from timing import save_results
 from torch.profiler import ProfilerActivity, profile
 
 import cpnorm
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet
 from cpnorm.lab.train import Options, Trainer
+from timing import interleaved, spread, write
 
 
 def random_images(count: int) -> ImageSet:
@@ -65,14 +66,6 @@ def steps(made: list[Trainer], count: int) -> float:
     return time.perf_counter() - started
 
 
-def rounds(trainers: dict[str, Trainer], count: int, repeats: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in trainers}
-    for _ in range(repeats):
-        for name, made in trainers.items():
-            times[name].append(1000 * steps([made], count) / count)
-    return times
-
-
 def kernels(made: Trainer) -> tuple[int, float, list[tuple[str, int, float]]]:
     """Number of kernels of one step, microseconds they are busy, and the costliest."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
@@ -98,14 +91,16 @@ def main() -> None:
         trainers = {name: trainer(name, batch, data, args.device) for name in args.methods}
         for made in trainers.values():
             steps([made], 3 if not gpu else 20)
-        times = rounds(trainers, 100 if gpu else 1, args.repeats)
-        medians = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
-        for name, values in times.items():
-            row = {"batch": batch, "method": name, "ms": medians[name], "low": min(values), "high": max(values)}
-            row |= {"ratio": medians[name] / medians["plain"], "step": trainers[name].step.kind}
+        count = 100 if gpu else 1
+        seconds = interleaved({n: partial(steps, [made], count) for n, made in trainers.items()}, args.repeats, 0)
+        medians = {name: 1000 * spread(values)["median"] / count for name, values in seconds.items()}
+        for name, values in seconds.items():
+            ratios = [one / plain for one, plain in zip(values, seconds["plain"], strict=True)]
+            row = {"batch": batch, "method": name, "ms": medians[name], "ratio": spread(ratios)["median"]}
+            row |= {"lowest": min(ratios), "highest": max(ratios), "step": trainers[name].step.kind}
             if gpu:
-                count, busy, top = kernels(trainers[name])
-                row |= {"kernels": count, "busy_us": busy}
+                launched, busy, top = kernels(trainers[name])
+                row |= {"kernels": launched, "busy_us": busy}
                 for key, calls, spent in top[: args.kernels]:
                     print(f"      {spent:8.1f} us {calls:4d} x {key[:110]}")
             results.append(row)
@@ -125,7 +120,7 @@ def main() -> None:
                 results.append(row)
                 print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
                 del group
-    save_results("training_step_" + args.device, results)
+    write("training_step_" + args.device, {"steps": results})
 
 
 if __name__ == "__main__":

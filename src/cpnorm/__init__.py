@@ -19,8 +19,9 @@ from cpnorm.convert import canonical_layers, canonical_norm, fold, renormalize, 
 from cpnorm.modes import flatten_modes
 from cpnorm.ranks import ranks_for_budget
 from cpnorm.compress import truncate
+from cpnorm.report import Report
 from cpnorm.gradual import GradualTruncation, lambda_penalty
-from cpnorm.summary import summary
+from cpnorm.summary import Summary, summary
 from cpnorm.factorize import factorize
 from cpnorm.checkpoint import load, read_metadata, save
 from cpnorm.export import export_onnx
@@ -52,9 +53,11 @@ __all__ = [
     "flatten_modes",
     "ranks_for_budget",
     "truncate",
+    "Report",
     "GradualTruncation",
     "lambda_penalty",
     "summary",
+    "Summary",
     "factorize",
     "save",
     "load",

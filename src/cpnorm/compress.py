@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from cpnorm import budgets
 from cpnorm.budgets import Elimination
-from cpnorm.convert import Skip, _within, canonical_layers
+from cpnorm.convert import Skip, canonical_layers, is_within
 from cpnorm.layers import CPLayer
 from cpnorm.observe import (
     Batch,
@@ -121,25 +121,12 @@ def truncate(
     # Everything is known and checked: from here on nothing can fail half way.
     for name, form in forms.items():
         layers[name].replace_terms(form.cp)
-        _forget_graphs(layers[name])
         if form.bias is not None:
             cast(Tensor, layers[name].bias).copy_(form.bias)
     for state, cut in states:
         state.clear()
         state.update(cut)
     return report
-
-
-def _forget_graphs(layer: CPLayer) -> None:
-    """Free the parameters from a graph that is still alive: `loss` of the last step in a training loop, say.
-
-    As long as any graph needs it, autograd keeps the node that accumulates a parameter's gradient, and with it the old
-    shape, into which no new gradient fits. Data of another type make it let go.
-    """
-    for parameter in layer.canonical_parameters():
-        data, other = parameter.data, torch.float32 if parameter.dtype == torch.float64 else torch.float64
-        parameter.data = data.new_empty(0, dtype=other)
-        parameter.data = data
 
 
 # --- what is asked for --------------------------------------------------------------------------------------------
@@ -178,12 +165,12 @@ def _chosen(model: nn.Module, skip: Skip) -> dict[str, CPLayer]:
     patterns, types = [s for s in skips if isinstance(s, str)], tuple(s for s in skips if isinstance(s, type))
     modules = dict(model.named_modules())
     for pattern in patterns:
-        if not any(_within(name, pattern) for name in modules):
+        if not any(is_within(name, pattern) for name in modules):
             raise ValueError(f"skip names no module of {type(model).__name__}: {pattern!r}")
     skipped = {
         identity(module)
         for name, module in modules.items()
-        if isinstance(module, types) or any(_within(name, pattern) for pattern in patterns)
+        if isinstance(module, types) or any(is_within(name, pattern) for pattern in patterns)
     }
     layers = {name: layer for name, layer in canonical_layers(model).items() if identity(layer) not in skipped}
     if not layers:

@@ -20,10 +20,11 @@ Path = Literal["rebuild", "factors"]
 CONV = (F.conv1d, F.conv2d, F.conv3d)
 CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
-# Arithmetic a machine does in the time it moves one byte of a large tensor. Measured: benchmarks/plan.py.
-FLOPS_PER_BYTE = {"cpu": 12.0, "cuda": 120.0}
+# Arithmetic a machine does in the time it moves one byte between layers. CPU: fitted by benchmarks/plan.py --fit.
+FLOPS_PER_BYTE = {"cpu": 64.0, "cuda": 120.0}
 # Depthwise convolutions use no matrix unit: one of their operations costs as much as this many of a matrix product.
-DEPTHWISE_PENALTY = {"cpu": 8.0, "cuda": 800.0}
+# GPU: estimated from the training time of low-rank networks on an H200, not fitted yet.
+DEPTHWISE_PENALTY = {"cpu": 4.0, "cuda": 800.0}
 
 
 # --- doing --------------------------------------------------------------------------------------------------------

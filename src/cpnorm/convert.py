@@ -61,7 +61,7 @@ def canonical_norm(
         raise ValueError(f"expected init to be one of {', '.join(INITS)}, got {init!r}")
     if lambdas not in LAMBDAS:
         raise ValueError(f"expected lambdas to be one of {', '.join(LAMBDAS)}, got {lambdas!r}")
-    layers = _convertible(model, skip)
+    layers = convertible_layers(model, skip)
     for option, named in (("rank", rank if isinstance(rank, Mapping) else {}), ("modes", modes or {})):
         if unknown := [name for name in named if name not in layers]:
             raise ValueError(f"{option} names layers that are not there to convert: {', '.join(unknown)}")
@@ -75,7 +75,7 @@ def canonical_norm(
         weight = cast(Tensor, layer.weight)
         if id(weight) in forms:
             continue
-        shape = _modes_of(name, layer, modes or {})
+        shape = modes_of(name, layer, modes or {})
         terms = _resolve_rank(rank, name, layer, shape, whole_model=layer is not model)
         try:
             forms[id(weight)] = initial_form(weight.detach().reshape(shape), terms, init, lambdas, generator)
@@ -170,7 +170,8 @@ def fold(model: Module) -> Module:
 # --- what canonical_norm checks before it touches anything --------------------------------------------------------
 
 
-def _convertible(model: nn.Module, skip: Skip) -> dict[str, nn.Module]:
+def convertible_layers(model: nn.Module, skip: Skip = ()) -> dict[str, nn.Module]:
+    """What ``canonical_norm`` would convert, by name; it is an error if something stands in the way."""
     skips = (skip,) if isinstance(skip, str | type) else tuple(skip)
     names = [s for s in skips if isinstance(s, str)]
     types = tuple(s for s in skips if isinstance(s, type))
@@ -181,7 +182,7 @@ def _convertible(model: nn.Module, skip: Skip) -> dict[str, nn.Module]:
 
     layers: dict[str, nn.Module] = {}
     for name, module in modules.items():
-        if isinstance(module, types) or any(_within(name, pattern) for pattern in names):
+        if isinstance(module, types) or any(is_within(name, pattern) for pattern in names):
             continue
         if isinstance(module, CPLayer):
             raise ValueError(f"expected plain layers, but {_title(name, module)} is canonical already")
@@ -192,7 +193,7 @@ def _convertible(model: nn.Module, skip: Skip) -> dict[str, nn.Module]:
     return layers
 
 
-def _within(name: str, pattern: str) -> bool:
+def is_within(name: str, pattern: str) -> bool:
     """Whether the pattern matches the name or a module around it."""
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[: n + 1]), pattern) for n in range(len(parts)))
@@ -228,12 +229,11 @@ def _check_ties(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         for other in holders[id(weight)]:
             twin = layers.get(other)
             if twin is None or twin.weight is not weight or type(twin) is not type(layer):
-                raise ValueError(
-                    f"the weight of {_title(name, layer)} is also that of {other}: skip or untie them"
-                )
+                raise ValueError(f"the weight of {_title(name, layer)} is also that of {other}: skip or untie them")
 
 
-def _modes_of(name: str, layer: nn.Module, modes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+def modes_of(name: str, layer: nn.Module, modes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+    """The shape a layer's weight is decomposed in: its own, or the finer one asked for."""
     weight = cast(Tensor, layer.weight)
     shape = tuple(modes.get(name, weight.shape))
     prefixes = [math.prod(shape[:n]) for n in range(1, len(shape))]

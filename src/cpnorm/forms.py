@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from cpnorm.contract import DEPTHWISE_PENALTY, FLOPS_PER_BYTE
+from cpnorm.contract import FLOPS_PER_BYTE
 from cpnorm.layers import CPLayer
 from cpnorm.tensor import khatri_rao, unit_columns
 
 CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 CONV_TRANSPOSE = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
+# Depthwise convolutions use no matrix unit: forwards, an operation of theirs costs as much as this many others.
+DEPTHWISE_PENALTY = {"cpu": 8.0, "cuda": 16.0}
 # Starting one more kernel costs as much as this many operations of a matrix product. Measured: benchmarks/inference.py.
 FLOPS_PER_CALL = {"cpu": 4e6, "cuda": 1e8}
 

@@ -101,8 +101,13 @@ class CPLayer(nn.Module):
         if cp.shape != self.modes:
             raise ValueError(f"expected terms of shape {self.modes}, got {cp.shape}")
         for parameter, value in zip(self.canonical_parameters(), (cp.sigma, cp.lambdas, *cp.factors), strict=True):
+            new = value.detach().to(parameter).contiguous().clone()
             parameter.grad = None
-            parameter.data = value.detach().to(parameter).contiguous().clone()
+            # A graph that is still alive (`loss` of the last step, say) keeps the old shape for the gradients to come;
+            # data of another type make autograd let go of it.
+            other = torch.float32 if parameter.dtype == torch.float64 else torch.float64
+            parameter.data = new.new_empty(0, dtype=other)
+            parameter.data = new
 
     def canonical_parameters(self) -> tuple[nn.Parameter, ...]:
         """Sigma, the lambdas and the factors, without the bias."""

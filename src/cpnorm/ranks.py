@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from cpnorm.convert import Skip, _convertible, _modes_of
+from cpnorm.convert import Skip, convertible_layers, modes_of
 from cpnorm.decompose import exact_rank
 from cpnorm.summary import count_weights
 
@@ -31,8 +31,8 @@ def ranks_for_budget(
     >>> ranks_for_budget(model, params=20_000)
     {'0': 15, '2': 10}
     """
-    layers = _convertible(model, skip)
-    shapes = {name: _modes_of(name, layer, modes or {}) for name, layer in layers.items()}
+    layers = convertible_layers(model, skip)
+    shapes = {name: modes_of(name, layer, modes or {}) for name, layer in layers.items()}
     names: dict[int, str] = {}  # by the id of the weight: of layers that share one, the first decides
     for name, layer in layers.items():
         names.setdefault(id(layer.weight), name)

@@ -28,7 +28,7 @@ class Config:
     lr: float = 0.01
     momentum: float = 0.0
     weight_decay: float = 0.0
-    lambda_l1: float = 0.0  # sparsity pressure on the lambdas
+    lambda_l1: float = 0.0  # sparsity pressure on the lambdas: times cpnorm.lambda_penalty
     label_smoothing: float = 0.0
     dropout: bool = True
     schedule: Literal["constant", "cosine", "linear"] = "constant"
