@@ -90,10 +90,8 @@ def main() -> None:
     kept = [{k: v for k, v in row.items() if k not in ("layer", "input")} for row in rows]
     write(f"plan_{args.device}", {"cases": kept, "within_10_percent": within, "worst": max(regrets)})
     if args.fit:
-        print(
-            "best constants: %g FLOPs per byte, %g for depthwise, mean log regret %.3f"
-            % best_constants(rows, args.device)
-        )
+        per_byte, penalty, mean = best_constants(rows, args.device)
+        print(f"best constants: {per_byte:g} FLOPs per byte, {penalty:g} for depthwise; mean log regret {mean:.3f}")
 
 
 def _rest(plain: nn.Module) -> tuple[Any, ...]:

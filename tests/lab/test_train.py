@@ -184,7 +184,8 @@ def test_early_stopping_and_validation(digits: ImageSet) -> None:
 
 def test_lambda_pressure_shrinks_lambdas(digits: ImageSet) -> None:
     free, pressed = (
-        cpnorm.lambda_penalty(fit(TINY.replace(lambda_l1=pressure), data=digits).model).item() for pressure in (0, 20)
+        cpnorm.lambda_penalty(fit(TINY.replace(lambdas="normal", lambda_l1=pressure), data=digits).model).item()
+        for pressure in (0, 20)
     )
     assert pressed < 0.95 * free
 
@@ -277,3 +278,13 @@ def test_two_processes_give_the_result_of_one(tmp_path: Path) -> None:
     for one, two in zip(single.history, lines, strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
         assert two["test_accuracy"] == pytest.approx(one["test_accuracy"], abs=0.6)
+
+
+@pytest.mark.data
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "CPNORM_DATA" not in os.environ, reason="needs the official data files: set CPNORM_DATA to their folder"
+)
+def test_lenet_learns_mnist_in_an_epoch() -> None:
+    config = Config(model="lenet", data="mnist", init="exact", optimizer="rmsprop", lr=0.001, epochs=1)
+    assert fit(config).record()["final"] > 97.5
