@@ -22,7 +22,7 @@ Goal = Literal["time", "weights"]
 Shape = tuple[int, ...]
 
 GAIN = 0.95  # a chain must take less than this share of the dense layer's time: anything closer is noise
-HOPELESS = 3.0  # a chain modelled at more than this multiple of the cheapest is not timed
+HOPELESS = 2.0  # a chain modelled at more than this multiple of the cheapest is not timed
 
 
 def factorize(
