@@ -328,6 +328,7 @@ def report(
     data_dir: DataDir = None,
 ) -> None:
     """One self-contained page, and tables, of all results beside the paper's."""
-    from cpnorm.lab.report import write_report
+    from cpnorm.lab.report import write_markdown, write_report
 
     typer.echo(str(write_report(results, out, data_dir)))
+    typer.echo(str(write_markdown(results, results / "README.md", data_dir)))
