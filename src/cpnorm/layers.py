@@ -160,6 +160,9 @@ class CPLayer(nn.Module):
         """The plain layer's, with rank and path."""
         return f"{super().extra_repr()}, rank={self.rank}, path={self.path}"
 
+    def __repr__(self) -> str:
+        return f"{self._get_name()}({self.extra_repr()})"  # one line, as the plain layer's, without the list of factors
+
 
 class CPLinear(CPLayer, nn.Linear):  # type: ignore[override]
     """``nn.Linear`` with a canonical weight."""

@@ -286,5 +286,5 @@ def test_two_processes_give_the_result_of_one(tmp_path: Path) -> None:
     "CPNORM_DATA" not in os.environ, reason="needs the official data files: set CPNORM_DATA to their folder"
 )
 def test_lenet_learns_mnist_in_an_epoch() -> None:
-    config = Config(model="lenet", data="mnist", init="exact", optimizer="rmsprop", lr=0.001, epochs=1)
+    config = Config(model="lenet", data="mnist", init="exact", optimizer="adam", lr=0.001, schedule="cosine", epochs=1)
     assert fit(config).record()["final"] > 97.5
