@@ -92,6 +92,8 @@ def cpu_of_others(run: Callable[[], Any]) -> tuple[Any, float]:
     """What it returns, and the share of the machine that other processes used meanwhile."""
 
     def busy() -> float:
+        if not Path("/proc/stat").exists():
+            return 0.0
         user, nice, system, _, _, irq, soft, steal, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
         return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
 
@@ -118,7 +120,7 @@ def measure(batch: int, rate: int, args: argparse.Namespace) -> dict[str, Any]:
     if (peer := tensorly_torch(dense, ranks)) is not None:
         networks["tensorly-torch"] = peer.eval()
     runs = {name: lambda network=network: network(x) for name, network in networks.items()}
-    with torch.no_grad():
+    with torch.inference_mode():
         seconds = timing.interleaved(runs, args.rounds * (4 if batch == 1 else 1), warmup=3)
     ratios = {f"times_faster_than_{name}": timing.ratio(seconds, name, "factorize") for name in runs}
     dense_cost, chosen_cost = choice.total("dense"), choice.total("chosen")

@@ -187,7 +187,7 @@ def test_lambda_pressure_shrinks_lambdas(digits: ImageSet) -> None:
         cpnorm.lambda_penalty(fit(TINY.replace(lambdas="normal", lambda_l1=pressure), data=digits).model).item()
         for pressure in (0, 20)
     )
-    assert pressed < 0.95 * free
+    assert pressed < 0.98 * free  # without the pressure the two would be equal to the bit
 
 
 def test_metrics_tell_sigma_and_lambdas(digits: ImageSet) -> None:
