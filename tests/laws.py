@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -164,7 +165,7 @@ def law_fold(case: Case) -> None:
 
 
 def law_module_behaviour(case: Case) -> None:
-    """8. deepcopy, state_dict, .to(), functional_call."""
+    """8. deepcopy, state_dict (pickled too), .to(), functional_call."""
     layer = canonical(case, rank=3, init="kaiming_normal")
     x = case.input()
     expected = layer(x)
@@ -172,7 +173,7 @@ def law_module_behaviour(case: Case) -> None:
     twin = copy.deepcopy(layer)
     close(twin(x), expected, 1e-14)
     other = canonical(case, rank=3, init="kaiming_uniform")
-    other.load_state_dict(layer.state_dict())
+    other.load_state_dict(pickle.loads(pickle.dumps(layer.state_dict())))
     close(other(x), expected, 1e-14)
     close(torch.func.functional_call(other, dict(layer.named_parameters()), (x,)), expected, 1e-14)
     close(copy.deepcopy(layer).float()(x.float()), expected, 1e-4)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import cpnorm
@@ -86,6 +88,25 @@ def test_compiles_without_a_graph_break(case: Case, path: str) -> None:
     assert all(p.grad is not None for p in layer.parameters())
     program = torch.export.export(layer.eval(), (x,))
     close(program.module()(x), layer(x), 1e-5)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_convolution(data: st.DataObject) -> None:
+    """Whatever torch accepts as a 2-d convolution, plain or transposed, both paths compute it exactly."""
+    groups = data.draw(st.integers(1, 3))
+    inputs, outputs = (groups * data.draw(st.integers(1, 3)) for _ in range(2))
+    kernel, stride, dilation = (tuple(data.draw(st.integers(1, most)) for _ in "hw") for most in (3, 3, 2))
+    padding = tuple(data.draw(st.integers(0, 2)) for _ in "hw")
+    kind = data.draw(st.sampled_from([nn.Conv2d, nn.ConvTranspose2d]))
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    plain = kind(inputs, outputs, kernel, bias=data.draw(st.booleans()), **options).double()
+    x = torch.randn(2, inputs, 8, 9, dtype=torch.float64)
+    expected = plain(x)
+    layer = cpnorm.canonical_norm(plain)
+    for path in laws.PATHS:
+        layer.path = path
+        close(layer(x), expected, 1e-11)
 
 
 def test_zero_and_tiny_columns_give_no_nan() -> None:

@@ -94,7 +94,7 @@ def test_a_failing_row_does_not_stop_the_others(tmp_path: Path, tiny: None, monk
     def broken(*_: object) -> None:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(reproduce, "compressed_start", broken)
+    monkeypatch.setattr(reproduce, "trained_base", broken)
     assert [str(job) for job in run(tmp_path, seeds=1)] == ["tiny/cut, seed 0"]
 
 

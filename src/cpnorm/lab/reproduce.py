@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 import cpnorm
-from cpnorm.lab import baselines, beyond, models, paper
+from cpnorm.lab import beyond, models, paper
+from cpnorm.lab.compression import Cut, identity, start
 from cpnorm.lab.config import Config
-from cpnorm.lab.data import ImageSet, load, normalize
+from cpnorm.lab.data import ImageSet, load
 from cpnorm.lab.paper import Compression, Row, Table
 from cpnorm.lab.runs import RunFolder, environment
 from cpnorm.lab.train import Observer, Options, Stop, Trainer, drive
@@ -209,12 +210,16 @@ def run_group(
         runs: list[tuple[Trainer, RunFolder]] = []
         for job in mine:
             folder = job.folder(work)
-            cut = job.row.compression
-            stack.enter_context(folder.claimed(job.config, asdict(cut) if cut else None))
-            model = compressed_start(job, store, work, data, options, stop, announce) if cut else None
-            if stop:
-                return len(mine)
-            trainer = Trainer(job.config, data, options, model=model)
+            if job.row.compression:
+                base = trained_base(job, store, work, data, options, stop, announce)
+                if base is None:
+                    return len(mine)
+                cut = cut_of(job.row.compression)
+                stack.enter_context(folder.claimed(job.config, identity(base, cut)))
+                trainer: Trainer = start(base, folder, cut, job.config, data, options)
+            else:
+                stack.enter_context(folder.claimed(job.config))
+                trainer = Trainer(job.config, data, options)
             data = trainer.whole_data  # on the device, once for all
             runs.append((trainer, folder))
         drive(runs, observers=observers, stop=stop)
@@ -236,7 +241,21 @@ def result_line(job: Job, trainer: Trainer, record: dict[str, Any], at_once: int
     return line
 
 
-def compressed_start(
+def cut_of(compression: Compression) -> Cut:
+    """The row's compression in the words of ``cpnorm compress``."""
+    if compression.tai_ranks is not None:
+        return Cut(tai_ranks=compression.tai_ranks)
+    rate = compression.rate if compression.params is None else None
+    return Cut(
+        rate=rate,
+        params=compression.params,
+        criterion=compression.criterion,
+        refit=compression.refit,
+        layers=compression.layers,
+    )
+
+
+def trained_base(
     job: Job,
     store: Results,
     work: Path,
@@ -244,8 +263,8 @@ def compressed_start(
     options: Options,
     stop: Stop,
     announce: Callable[[str], None],
-) -> nn.Module | None:
-    """The trained network the row starts from, cut; it is trained again where its weights are not at hand."""
+) -> RunFolder | None:
+    """The run a row starts from; it is trained again where its network is not at hand, unless a stop comes first."""
     cut = job.row.compression
     assert cut is not None
     assert job.row.starts_from is not None
@@ -260,30 +279,7 @@ def compressed_start(
         announce(f"{base}: its network is not at hand, training it again")
         with folder.claimed(base.config):
             drive([(Trainer(base.config, data, options), folder)], stop=stop)
-        if stop:
-            return None
-    model = models.build(source.config.model, data.train_images.shape[1], len(data.classes), data.train_images.shape[2])
-    cpnorm.load(folder / "model.safetensors", model)
-    return compress(model, cut, data)
-
-
-def compress(model: nn.Module, cut: Compression, data: ImageSet) -> nn.Module:
-    """Cut a trained network as the row says."""
-    if cut.tai_ranks is not None:
-        images = normalize(data.train_images[:256].cpu(), data.mean, data.std)
-        return baselines.tai(model, cut.tai_ranks, skip=_others(model, cut.tai_ranks), images=images)
-    if cut.params is not None:
-        cpnorm.truncate(model, params=cut.params, criterion=cut.criterion, refit=cut.refit)
-    elif cut.layers is None:
-        cpnorm.truncate(model, rate=cut.rate, criterion=cut.criterion, refit=cut.refit)
-    else:
-        others = [name for name in cpnorm.canonical_layers(model) if name not in cut.layers]
-        cpnorm.truncate(model, rate=cut.rate, criterion=cut.criterion, refit=cut.refit, skip=others)
-    return model
-
-
-def _others(model: nn.Module, kept: Iterable[str]) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d) and name not in set(kept)]
+    return None if stop else folder
 
 
 # --- what the figures and the explorer need --------------------------------------------------------------------------
