@@ -352,7 +352,7 @@ def term_flops(model: nn.Module, image: torch.Tensor) -> dict[str, int]:
 
 def estimate_ranks(table: Table, results: Path, seed: int = 0, announce: Callable[[str], None] = log.info) -> None:
     """The paper's rank tables: ALS with growing rank on the freshly drawn layers."""
-    store = Results(results)
+    store, where = Results(results), environment()
     name = table.key.partition("-")[0]
     torch.manual_seed(seed)
     model = models.build(name, *((3, 10, 32) if name == "alexnet" else (1, 10, 28)))
@@ -368,5 +368,5 @@ def estimate_ranks(table: Table, results: Path, seed: int = 0, announce: Callabl
             "curve": [[r, round(f, 5)] for r, f in found.curve],
             "seconds": round(time.perf_counter() - started, 2),
         }
-        store.append(line | {"environment": environment()})
+        store.append(line | {"environment": where})
         announce(f"{key}: rank {found.rank} (published {layer.rank})")

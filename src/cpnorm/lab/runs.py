@@ -10,6 +10,7 @@ import platform
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,9 @@ def environment() -> dict[str, Any]:
     }
 
 
+@cache
 def _commit() -> str | None:
-    """Of the source tree; $CPNORM_COMMIT speaks for a copy without its history."""
+    """Of the source tree when it was first asked for; $CPNORM_COMMIT speaks for a copy without its history."""
     if "CPNORM_COMMIT" in os.environ:
         return os.environ["CPNORM_COMMIT"]
 
