@@ -22,7 +22,7 @@ from cpnorm.compress import truncate
 from cpnorm.report import Report
 from cpnorm.gradual import GradualTruncation, lambda_penalty
 from cpnorm.summary import Summary, summary
-from cpnorm.factorize import factorize
+from cpnorm.factorize import Factorization, choose_forms, factorize
 from cpnorm.checkpoint import load, read_metadata, save
 from cpnorm.export import export_onnx
 
@@ -59,6 +59,8 @@ __all__ = [
     "summary",
     "Summary",
     "factorize",
+    "choose_forms",
+    "Factorization",
     "save",
     "load",
     "read_metadata",

@@ -34,7 +34,15 @@ ADAM = paper.row("init-adam/kaiming-normal")
 
 def _cut(key: str, rate: float, layers: tuple[str, ...] | None = None, params: int | None = None) -> Row:
     compression = Compression(
-        rate, 0.001, "adam", schedule="cosine", layers=layers, refit="lambdas", params=params, start="same"
+        rate,
+        0.001,
+        "adam",
+        schedule="cosine",
+        criterion="lambda" if params is None else "gram",
+        refit="lambdas" if params is None else "als",
+        layers=layers,
+        params=params,
+        start="same",
     )
     name = f"canonical, Adam, {100 * rate:g} %"
     return Row(key, name, ADAM.config, None, starts_from=ADAM.key, compression=compression)
