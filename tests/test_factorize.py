@@ -151,6 +151,37 @@ def test_layouts_are_handed_on() -> None:
     assert not choose_forms(flat, torch.randn(2, 4, 9), measure=False).channels_last
 
 
+def test_relus_run_in_place_where_nobody_else_looks() -> None:
+    class Reads(nn.Module):
+        def __init__(self, also: str) -> None:
+            super().__init__()
+            relu = nn.ReLU()
+            self.body = nn.Sequential(nn.Linear(8, 8), relu, nn.Linear(8, 8), nn.Sequential(nn.ReLU()))
+            self.also, self.other = also, nn.Sequential(nn.Linear(8, 8), nn.Identity(), nn.ReLU())
+            if also == "shared":
+                self.other.append(relu)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            kept = []
+            for layer in self.body:
+                kept.append(x)
+                x = layer(x)
+            return self.other(x), kept[1 if self.also == "kept" else 0]
+
+    def relus(model: nn.Module) -> list[bool]:
+        return [module.inplace for module in model.modules() if isinstance(module, nn.ReLU)]
+
+    x = torch.randn(5, 8)
+    for also, expected in (("nothing", [True, False, False]), ("kept", [False] * 3), ("shared", [False] * 3)):
+        model = canonical_norm(Reads(also), 2, "kaiming_normal")
+        small = factorize(model, x, measure=False)
+        assert relus(small) == expected
+        assert relus(model) == [False] * 3
+        for got, want in zip(small(x), model(x), strict=True):
+            close(got, want, 1e-5)
+        sum(y.sum() for y in small(x)).backward()
+
+
 def test_finer_modes() -> None:
     """A linear layer behind a flatten: as few weights as its terms have, or two plain maps."""
     torch.manual_seed(0)
@@ -233,7 +264,9 @@ def timed_by(monkeypatch: pytest.MonkeyPatch, layer: Callable, model: Callable) 
 
     def decided(runs: dict, device: torch.device) -> dict:
         races.append(set(runs))
-        return {key: (model if ("baseline", False) in runs else layer)(*key) for key in runs}
+        if ("baseline", False) in runs:
+            return {(kind, last): model(kind, last) for kind, last in runs}
+        return {form: layer(form, len(races)) for form in runs}
 
     monkeypatch.setattr(sys.modules["cpnorm.factorize"], "race", decided)
     return races
@@ -247,11 +280,11 @@ def test_the_fastest_form_and_layout_win(monkeypatch: pytest.MonkeyPatch) -> Non
     best = {"depthwise", "low-rank"}
     races = timed_by(
         monkeypatch,
-        layer=lambda form, last: 1.0 if form in best and last else 1.5 if form == "dense" else 2.0,
+        layer=lambda form, turn: 1.0 if form in best and turn > 4 else 1.5 if form == "dense" else 2.0,
         model=lambda kind, last: {"baseline": 9.0, "dense": 8.0, "chosen": 6.0 + last}[kind],
     )
     choice = choose_forms(network(), image(64))
-    assert len(races) == 5
+    assert len(races) == 7  # four layers; the two convolutions once more, channels last; the whole
     assert races[-1] == {("baseline", False), *((kind, last) for kind in ("dense", "chosen") for last in (False, True))}
     assert not choice.channels_last
     assert forms_in(choice)[:2] == ["dense", "dense"]  # in this layout no chain was faster
@@ -259,7 +292,7 @@ def test_the_fastest_form_and_layout_win(monkeypatch: pytest.MonkeyPatch) -> Non
 
     timed_by(
         monkeypatch,
-        layer=lambda form, last: 1.0 if form in best else 1.5,
+        layer=lambda form, turn: 1.0 if form in best else 1.5,
         model=lambda kind, last: {"baseline": 9.0, "dense": 8.0, "chosen": 6.0 - last}[kind],
     )
     choice = choose_forms(network(), image(64))
@@ -270,13 +303,13 @@ def test_the_fastest_form_and_layout_win(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_chain_must_gain_and_so_must_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed_by(monkeypatch, layer=lambda form, last: 1.0 if form == "dense" else 0.96, model=lambda kind, last: 1.0)
+    timed_by(monkeypatch, layer=lambda form, turn: 1.0 if form == "dense" else 0.96, model=lambda kind, last: 1.0)
     choice = choose_forms(network(), image(64))
     assert set(forms_in(choice)) == {"dense"}
     assert "chains timed is faster" in choice.layers["3"].reason
 
     whole = {"baseline": 3.0, "dense": 2.0, "chosen": 4.0}
-    timed_by(monkeypatch, layer=lambda form, last: 2.0 - len(form) / 20, model=lambda kind, last: whole[kind])
+    timed_by(monkeypatch, layer=lambda form, turn: 2.0 - len(form) / 20, model=lambda kind, last: whole[kind])
     choice = choose_forms(network(), image(64))
     assert set(forms_in(choice)) == {"dense"}
     assert choice.layers["3"].reason == "the model as a whole is faster dense"

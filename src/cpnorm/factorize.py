@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from cpnorm.convert import canonical_layers, fold
 from cpnorm.forms import FormCost, chain, form_cost, forms_of
 from cpnorm.layers import CPLayer
-from cpnorm.plain import has_layouts, laid_out, plain_copy, with_layout
+from cpnorm.plain import has_layouts, overwriting_relus, plain_copy, with_layout
 from cpnorm.race import race
 
 Inputs = Tensor | tuple[Any, ...] | dict[str, Any]
@@ -68,13 +69,15 @@ class Factorization:
 
     layers: dict[str, LayerForm]
     channels_last: bool
+    in_place: bool  # ReLUs overwrite the output of the layer before them, where the model's outputs stay the same
     seconds: dict[str, float]  # of the whole model, "dense" and "chosen"; empty if nothing was measured
 
     def apply(self, model: nn.Module) -> nn.Module:
         """A plain copy of the model with its canonical layers in the chosen forms."""
         if list(canonical_layers(model)) != list(self.layers):
             raise ValueError(f"this choice is for a model with the canonical layers {', '.join(self.layers)}")
-        return plain_copy(model, {name: layer.form for name, layer in self.layers.items()}, self.channels_last)
+        forms = {name: layer.form for name, layer in self.layers.items()}
+        return plain_copy(model, forms, self.channels_last, self.in_place)
 
     def total(self, which: Literal["dense", "chosen"]) -> FormCost:
         """Of all canonical layers together."""
@@ -97,7 +100,8 @@ class Factorization:
             lines.append(f"{row(name, layer.form, layer.rank, *costs, seconds)}  {layer.reason}")
         layout = "channels last" if self.channels_last else "contiguous"
         totals = self.total("dense"), self.total("chosen")
-        return "\n".join([*lines, row("all", layout, "", *totals, list(self.seconds.values()))])
+        last = row("all", layout, "", *totals, list(self.seconds.values()))
+        return "\n".join([*lines, f"{last}  {'ReLUs in place' if self.in_place else ''}".rstrip()])
 
 
 def choose_forms(
@@ -131,20 +135,24 @@ def choose_forms(
         raise ValueError(f"expected goal to be time or weights, got {goal!r}")
 
     dense = fold(copy.deepcopy(model)).eval()
-    calls = _calls(model, dense, example_input)
-    compared: dict[Hashable, dict[bool, LayerForm]] = {}  # layers alike, as networks repeat them, are compared once
-    picks: dict[bool, dict[str, LayerForm]] = {False: {}, True: {}}  # by layout: channels last or not
-    for name, layer in layers.items():
-        key = (type(layer), layer.extra_repr(), layer.modes, layer.lambdas.dtype, tuple(calls[name]), asked.get(name))
-        if key not in compared:
-            compared[key] = _compare(layer, dense.get_submodule(name), calls[name], asked.get(name), measure, goal)
-        for channels_last, pick in compared[key].items():
-            picks[channels_last][name] = pick
-
     layouts = (False, True) if any(has_layouts(module) for module in dense.modules()) else (False,)
+    compared: dict[Hashable, LayerForm] = {}  # layers alike, as networks repeat them, are compared once
+    picks: dict[bool, dict[str, LayerForm]] = {}  # by layout: channels last or not
+    for channels_last in layouts if measure else layouts[-1:]:
+        plain = with_layout(copy.deepcopy(dense), channels_last)
+        calls = _calls(model, plain, example_input)
+        picks[channels_last] = {}
+        for name, layer in layers.items():
+            module, by_hand = plain.get_submodule(name), asked.get(name)
+            layout = channels_last and has_layouts(module)
+            key = (type(layer), layer.extra_repr(), layer.modes, layer.lambdas.dtype, layout, *calls[name], by_hand)
+            if key not in compared:
+                compared[key] = _compare(layer, module, calls[name], layout, by_hand, measure, goal)
+            picks[channels_last][name] = compared[key]
+    in_place = _may_overwrite(dense, example_input)
     if not measure:
-        return Factorization(picks[layouts[-1]], layouts[-1], {})
-    return _race_models(model, dense, picks, layouts, example_input, whole_dense=goal == "time" and not asked)
+        return Factorization(picks[layouts[-1]], layouts[-1], in_place, {})
+    return _race_models(model, dense, picks, in_place, example_input, whole_dense=goal == "time" and not asked)
 
 
 # --- what a layer is called with ----------------------------------------------------------------------------------
@@ -153,8 +161,15 @@ def choose_forms(
 @dataclass(frozen=True)
 class _Call:
     shape: Shape
+    stride: Shape
     dtype: torch.dtype
-    odd: str = ""  # why a chain could not take the call
+    odd: str  # why a chain could not take the call
+
+    def random_input(self, device: torch.device) -> Tensor:
+        """Of this shape, and laid out in memory as the input was."""
+        size = 1 + sum((length - 1) * stride for length, stride in zip(self.shape, self.stride, strict=True))
+        memory = torch.randn(size, generator=torch.Generator(device).manual_seed(0), device=device)
+        return memory.to(self.dtype).as_strided(self.shape, self.stride)
 
 
 def _calls(model: nn.Module, dense: nn.Module, example_input: Inputs) -> dict[str, list[_Call]]:
@@ -170,7 +185,7 @@ def _calls(model: nn.Module, dense: nn.Module, example_input: Inputs) -> dict[st
         def note(_: nn.Module, args: Any, kwargs: Any) -> None:
             (x,), more = args[:1] or (torch.empty(0),), len(args) > 1 or bool(kwargs)
             odd = "called with more than one tensor" if more else "" if x.numel() else "called on an empty tensor"
-            calls[leader].append(_Call(tuple(x.shape), x.dtype, tie or odd))
+            calls[leader].append(_Call(tuple(x.shape), x.stride(), x.dtype, tie or odd))
 
         return dense.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
 
@@ -181,12 +196,21 @@ def _calls(model: nn.Module, dense: nn.Module, example_input: Inputs) -> dict[st
     return calls
 
 
+def _may_overwrite(dense: nn.Module, example_input: Inputs) -> bool:
+    """Whether the outputs stay what they are if ReLUs overwrite their inputs: another reader of these would show."""
+    twin = copy.deepcopy(dense)
+    relus = overwriting_relus(twin)
+    for relu in relus:
+        relu.inplace = True
+    outputs = (pytree.tree_leaves(_run(model, example_input)) for model in (dense, twin))
+    return bool(relus) and all(not isinstance(y, Tensor) or torch.equal(y, z) for y, z in zip(*outputs, strict=True))
+
+
 @torch.no_grad()
-def _run(model: nn.Module, inputs: Inputs) -> None:
+def _run(model: nn.Module, inputs: Inputs) -> Any:
     if isinstance(inputs, dict):
-        model(**inputs)
-    else:
-        model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
+        return model(**inputs)
+    return model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
 
 
 def _run_all(layer: nn.Module, inputs: Iterable[Tensor]) -> None:
@@ -198,9 +222,15 @@ def _run_all(layer: nn.Module, inputs: Iterable[Tensor]) -> None:
 
 
 def _compare(
-    layer: CPLayer, dense: nn.Module, calls: list[_Call], asked: str | None, measure: bool, goal: str
-) -> dict[bool, LayerForm]:
-    """The form picked for a layer in either layout."""
+    layer: CPLayer,
+    dense: nn.Module,
+    calls: list[_Call],
+    channels_last: bool,
+    asked: str | None,
+    measure: bool,
+    goal: Goal,
+) -> LayerForm:
+    """The form picked for a layer in one layout."""
     odd = next((call.odd for call in calls if call.odd), "") if calls else "not called on the example input"
     if asked is not None:
         candidates = [asked] if asked != "dense" else []
@@ -210,76 +240,56 @@ def _compare(
     device, shapes = "cuda" if layer.lambdas.is_cuda else "cpu", [call.shape for call in calls]
     costs = {"dense": form_cost(dense, shapes, device)}
     costs |= {form: form_cost(chain(layer, form, empty=True), shapes, device) for form in candidates}
-
-    def both(form: str, reason: str) -> dict[bool, LayerForm]:
-        return dict.fromkeys((False, True), LayerForm(form, reason, layer.rank, costs, {}))
-
+    pick = partial(LayerForm, rank=layer.rank, costs=costs, seconds={})
     if asked is not None:
-        return both(asked, "asked for")
+        return pick(asked, "asked for")
     if odd:
-        return both("dense", odd)
+        return pick("dense", odd)
     if goal == "weights":
-        return both(min(costs, key=lambda form: costs[form].weights), "fewest weights")
+        return pick(min(costs, key=lambda form: costs[form].weights), "fewest weights")
     if not measure:
-        return both(min(costs, key=lambda form: costs[form].total), "lowest modelled cost")
+        return pick(min(costs, key=lambda form: costs[form].total), "lowest modelled cost")
     lighter = {form: cost.total for form, cost in costs.items() if cost.flops < costs["dense"].flops}
     if not lighter:
-        return both("dense", "no chain needs less arithmetic")
+        return pick("dense", "no chain needs less arithmetic")
 
-    runners: dict[str, nn.Module] = {"dense": dense}
-    runners |= {f: chain(layer, f) for f, total in lighter.items() if total <= HOPELESS * min(lighter.values())}
-    picks = {}
-    for channels_last, seconds in _race_layer(runners, calls).items():
-        form = min(seconds, key=lambda form: seconds[form])
-        reason = f"fastest of {len(runners)} timed"
-        if seconds[form] >= GAIN * seconds["dense"]:
-            form, reason = "dense", f"none of {len(runners) - 1} chains timed is faster"
-        picks[channels_last] = LayerForm(form, reason, layer.rank, costs, seconds)
-    return picks
-
-
-def _race_layer(candidates: Mapping[str, nn.Module], calls: list[_Call]) -> dict[bool, dict[str, float]]:
-    """Seconds of each form on random inputs of the shapes it is called with, by layout."""
-    layouts = (False, True) if has_layouts(candidates["dense"]) else (False,)
-    device = next(candidates["dense"].parameters()).device
-    random = torch.Generator(device).manual_seed(0)
-    drawn = [torch.randn(call.shape, generator=random, device=device).to(call.dtype) for call in calls]
-    runs = {}
-    for channels_last in layouts:
-        inputs = [laid_out(x) for x in drawn] if channels_last else drawn
-        for form, module in candidates.items():
-            twin = with_layout(copy.deepcopy(module), channels_last).eval()
-            runs[form, channels_last] = partial(_run_all, twin, inputs)
-    seconds = race(runs, device)
-    return {
-        channels_last: {form: seconds[form, channels_last and len(layouts) > 1] for form in candidates}
-        for channels_last in (False, True)
-    }
+    runners = {"dense": dense}
+    for form, total in lighter.items():
+        if total <= HOPELESS * min(lighter.values()):
+            runners[form] = with_layout(chain(layer, form).eval(), channels_last)
+    inputs = [call.random_input(layer.lambdas.device) for call in calls]
+    seconds = race({form: partial(_run_all, runner, inputs) for form, runner in runners.items()}, layer.lambdas.device)
+    fastest = min(seconds, key=lambda form: seconds[form])
+    if seconds[fastest] < GAIN * seconds["dense"]:
+        return pick(fastest, f"fastest of {len(runners)} timed", seconds=seconds)
+    return pick("dense", f"none of {len(runners) - 1} chains timed is faster", seconds=seconds)
 
 
 def _race_models(
     model: nn.Module,
     dense: nn.Module,
     picks: Mapping[bool, dict[str, LayerForm]],
-    layouts: tuple[bool, ...],
+    in_place: bool,
     example_input: Inputs,
     whole_dense: bool,
 ) -> Factorization:
     """The whole model in the picked forms and, if allowed, dense, in every layout: the fastest."""
-    options = {("chosen", layout): picks[layout] for layout in layouts}
+    options = {("chosen", layout): layers for layout, layers in picks.items()}
     if whole_dense:
         reason = "the model as a whole is faster dense"
-        for layout in layouts:
+        for layout, layers in picks.items():
             options["dense", layout] = {
                 name: pick if pick.form == "dense" else replace(pick, form="dense", reason=reason)
-                for name, pick in picks[layout].items()
+                for name, pick in layers.items()
             }
     runs = {}
     for (kind, layout), layers in options.items():
         forms = {name: layer.form for name, layer in layers.items()}
-        twin = plain_copy(model, forms, layout).eval()
+        twin = plain_copy(model, forms, layout, in_place).eval()
         runs[kind, layout] = partial(_run, twin, example_input)
     runs["baseline", False] = partial(_run, dense, example_input)
     seconds = race(runs, next(dense.parameters()).device)
     best = min(options, key=lambda option: seconds[option])
-    return Factorization(options[best], best[1], {"dense": seconds["baseline", False], "chosen": seconds[best]})
+    return Factorization(
+        options[best], best[1], in_place, {"dense": seconds["baseline", False], "chosen": seconds[best]}
+    )

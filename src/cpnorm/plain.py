@@ -1,9 +1,11 @@
-"""Plain copies of canonical models: their layers as chains or dense, in either memory layout."""
+"""Plain copies of canonical models: their layers as chains or dense, in either memory layout, ReLUs in place."""
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from cpnorm.layers import CPLayer
 LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dimensions of a convolution's weight
 
 
-def plain_copy(model: nn.Module, forms: Mapping[str, str], channels_last: bool) -> nn.Module:
+def plain_copy(model: nn.Module, forms: Mapping[str, str], channels_last: bool, in_place: bool = False) -> nn.Module:
     """The model with its canonical layers as chains, or folded; what was shared or tied stays so."""
     twin = copy.deepcopy(model)
     first = {id(layer.lambdas): name for name, layer in canonical_layers(twin).items()}
@@ -32,6 +34,9 @@ def plain_copy(model: nn.Module, forms: Mapping[str, str], channels_last: bool) 
                 if "weight" in owner._parameters:
                     step.weight = owner.weight
         twin = _replaced(twin, name, built[id(layer)])
+    if in_place:
+        for relu in overwriting_relus(twin):
+            relu.inplace = True
     return with_layout(fold(twin), channels_last)
 
 
@@ -41,6 +46,19 @@ def _replaced(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
         return module
     model.get_submodule(parent).register_module(child, module)
     return model
+
+
+def overwriting_relus(model: nn.Module) -> list[nn.ReLU]:
+    """Those directly behind a linear or convolutional layer in a Sequential, whose output only they should see."""
+    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    found = []
+    for sequence in model.modules():
+        for layer, relu in pairwise(sequence.children() if isinstance(sequence, nn.Sequential) else ()):
+            while isinstance(layer, nn.Sequential) and len(layer):
+                layer = layer[-1]
+            if type(relu) is nn.ReLU and places[id(relu)] == 1 and isinstance(layer, nn.Linear | _ConvNd):
+                found.append(relu)
+    return found
 
 
 def has_layouts(module: nn.Module) -> bool:
