@@ -147,6 +147,10 @@ def test_layouts_are_handed_on() -> None:
         with torch.no_grad():
             assert small[:2](image()).is_contiguous(memory_format=torch.channels_last)
             close(small(image()), model(image()), 1e-5)
+    thin = canonical_norm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3)), 1)
+    for form in forms_of(thin[2]):
+        small = choose_forms(thin, image(), measure=False, forms={"0": form, "1": "low-rank", "2": form}).apply(thin)
+        assert small(image()).is_contiguous(memory_format=torch.channels_last)
     flat = canonical_norm(nn.Sequential(nn.Conv1d(4, 8, 3), nn.ReLU()), rank=2)
     assert not choose_forms(flat, torch.randn(2, 4, 9), measure=False).channels_last
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from cpnorm.convert import canonical_layers, fold
@@ -68,13 +68,9 @@ def has_layouts(module: nn.Module) -> bool:
 
 def with_layout(model: nn.Module, channels_last: bool) -> nn.Module:
     """Convolutions whose weights lie channels last hand that layout on to what follows them."""
-    if channels_last:
-        for module in model.modules():
-            if isinstance(module, _ConvNd) and has_layouts(module):
-                module.weight.data = laid_out(module.weight.data)
+    for module in model.modules() if channels_last else ():
+        if isinstance(module, _ConvNd) and has_layouts(module):
+            # Written anew: a 1x1 kernel counts as channels last already, but only strides that say so are handed on.
+            weight = torch.empty_like(module.weight, memory_format=LAYOUTS[module.weight.ndim])
+            module.weight.data = weight.copy_(module.weight.data)
     return model
-
-
-def laid_out(x: Tensor) -> Tensor:
-    """Channels last, in its strides too: a 1x1 kernel counts as such anyway, but only strides are handed on."""
-    return torch.empty_like(x, memory_format=LAYOUTS[x.ndim]).copy_(x) if x.ndim in LAYOUTS else x
