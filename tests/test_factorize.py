@@ -423,3 +423,33 @@ def test_a_race_of_the_slow_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     race({"one": clock.runner("one", 2.0), "two": clock.runner("two", 3.0)}, torch.device("cpu"))
     assert clock.calls == {"one": 3, "two": 3}
+
+
+class ReadsAWeight(nn.Module):
+    """As vision transformers do, to bring the input to the weight's precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x.to(self.first.weight.dtype)))
+
+
+@pytest.mark.parametrize(
+    ("build", "dense"),
+    [
+        (ReadsAWeight, {"first": "other code reads its weight"}),
+        (
+            # Where no gradients are asked for, torch's own kernel takes the weights and calls none of these layers.
+            lambda: nn.TransformerEncoderLayer(64, 4, 64, batch_first=True, dropout=0),
+            {"self_attn.out_proj": "not called on the example input", "linear1": "not called on the example input"},
+        ),
+    ],
+)
+def test_a_layer_whose_weight_others_read_stays_dense(build, dense: dict[str, str]) -> None:
+    model, x = canonical_norm(build().eval(), rank=4), torch.randn(2, 5, 64)
+    choice = choose_forms(model, x, measure=False, goal="weights")
+    assert {name: choice.layers[name].reason for name in dense} == dense
+    with torch.no_grad():
+        close(choice.apply(model)(x), model(x), 1e-5)

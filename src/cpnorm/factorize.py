@@ -6,21 +6,20 @@ import copy
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from cpnorm.calls import Call, Inputs, calls_of, run
 from cpnorm.convert import canonical_layers, fold
 from cpnorm.forms import FormCost, chain, form_cost, forms_of
 from cpnorm.layers import CPLayer
 from cpnorm.plain import has_layouts, overwriting_relus, plain_copy, with_layout
 from cpnorm.race import race
 
-Inputs = Tensor | tuple[Any, ...] | dict[str, Any]
 Goal = Literal["time", "weights"]
-Shape = tuple[int, ...]
 
 GAIN = 0.95  # a chain must take less than this share of the dense layer's time: anything closer is noise
 HOPELESS = 2.0  # a chain modelled at more than this multiple of the cheapest is not timed
@@ -140,7 +139,7 @@ def choose_forms(
     picks: dict[bool, dict[str, LayerForm]] = {}  # by layout: channels last or not
     for channels_last in layouts if measure else layouts[-1:]:
         plain = with_layout(copy.deepcopy(dense), channels_last)
-        calls = _calls(model, plain, example_input)
+        calls = calls_of(model, plain, example_input)
         picks[channels_last] = {}
         for name, layer in layers.items():
             module, by_hand = plain.get_submodule(name), asked.get(name)
@@ -155,67 +154,19 @@ def choose_forms(
     return _race_models(model, dense, picks, in_place, example_input, whole_dense=goal == "time" and not asked)
 
 
-# --- what a layer is called with ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Call:
-    shape: Shape
-    stride: Shape
-    dtype: torch.dtype
-    odd: str  # why a chain could not take the call
-
-    def random_input(self, device: torch.device) -> Tensor:
-        """Of this shape, and laid out in memory as the input was."""
-        size = 1 + sum((length - 1) * stride for length, stride in zip(self.shape, self.stride, strict=True))
-        memory = torch.randn(size, generator=torch.Generator(device).manual_seed(0), device=device)
-        return memory.to(self.dtype).as_strided(self.shape, self.stride)
-
-
-def _calls(model: nn.Module, dense: nn.Module, example_input: Inputs) -> dict[str, list[_Call]]:
-    """The calls of every canonical layer, and of those tied to it, in one pass through the folded model."""
-    layers = canonical_layers(model)
-    first = {id(layer.lambdas): name for name, layer in layers.items()}
-    calls: dict[str, list[_Call]] = {name: [] for name in layers}
-
-    def watch(name: str, layer: CPLayer) -> Any:
-        leader = first[id(layer.lambdas)]
-        tie = "" if layer.extra_repr() == layers[leader].extra_repr() else "tied to a layer with other settings"
-
-        def note(_: nn.Module, args: Any, kwargs: Any) -> None:
-            (x,), more = args[:1] or (torch.empty(0),), len(args) > 1 or bool(kwargs)
-            odd = "called with more than one tensor" if more else "" if x.numel() else "called on an empty tensor"
-            calls[leader].append(_Call(tuple(x.shape), x.stride(), x.dtype, tie or odd))
-
-        return dense.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
-
-    handles = [watch(name, layer) for name, layer in model.named_modules() if isinstance(layer, CPLayer)]
-    _run(dense, example_input)
-    for handle in handles:
-        handle.remove()
-    return calls
-
-
 def _may_overwrite(dense: nn.Module, example_input: Inputs) -> bool:
     """Whether the outputs stay what they are if ReLUs overwrite their inputs: another reader of these would show."""
     twin = copy.deepcopy(dense)
     relus = overwriting_relus(twin)
     for relu in relus:
         relu.inplace = True
-    outputs = (pytree.tree_leaves(_run(model, example_input)) for model in (dense, twin))
+    outputs = (pytree.tree_leaves(run(model, example_input)) for model in (dense, twin))
     return bool(relus) and all(not isinstance(y, Tensor) or torch.equal(y, z) for y, z in zip(*outputs, strict=True))
-
-
-@torch.no_grad()
-def _run(model: nn.Module, inputs: Inputs) -> Any:
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
 
 
 def _run_all(layer: nn.Module, inputs: Iterable[Tensor]) -> None:
     for x in inputs:
-        _run(layer, (x,))
+        run(layer, (x,))
 
 
 # --- comparing ----------------------------------------------------------------------------------------------------
@@ -224,7 +175,7 @@ def _run_all(layer: nn.Module, inputs: Iterable[Tensor]) -> None:
 def _compare(
     layer: CPLayer,
     dense: nn.Module,
-    calls: list[_Call],
+    calls: list[Call],
     channels_last: bool,
     asked: str | None,
     measure: bool,
@@ -286,8 +237,8 @@ def _race_models(
     for (kind, layout), layers in options.items():
         forms = {name: layer.form for name, layer in layers.items()}
         twin = plain_copy(model, forms, layout, in_place).eval()
-        runs[kind, layout] = partial(_run, twin, example_input)
-    runs["baseline", False] = partial(_run, dense, example_input)
+        runs[kind, layout] = partial(run, twin, example_input)
+    runs["baseline", False] = partial(run, dense, example_input)
     seconds = race(runs, next(dense.parameters()).device)
     best = min(options, key=lambda option: seconds[option])
     return Factorization(
