@@ -158,7 +158,7 @@ def fold(model: Module) -> Module:
         for name in ("sigma", "lambdas"):
             del module._parameters[name]
         del module._modules["factors"]
-        del module.modes, module.path, module.columns_are_unit
+        del module.modes, module.path, module.columns_are_unit, module.ahead
         plain = cast(nn.Module, module)
         plain.__class__ = module.plain
         bias = plain._parameters.pop("bias", None)

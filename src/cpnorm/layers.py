@@ -76,6 +76,7 @@ class CPLayer(nn.Module):
     modes: tuple[int, ...]  # the shape W is decomposed in: that of the weight, or a finer one
     path: str
     columns_are_unit: bool  # set by a loop that renormalises after every step: there is nothing to divide by then
+    ahead: Tensor | None  # W, while a loop that rebuilds it beside other work holds it ready
 
     def __init__(self, *args: Any, rank: int | str = "exact", init: str = "exact", **kwargs: Any) -> None:
         layer = self.plain(*args, **kwargs)
@@ -88,7 +89,7 @@ class CPLayer(nn.Module):
         """Keep the weight in this form from now on, in place of the plain layer's."""
         weight = self._parameters.pop("weight")
         assert weight is not None
-        self.modes, self.path, self.columns_are_unit = cp.shape, "auto", False
+        self.modes, self.path, self.columns_are_unit, self.ahead = cp.shape, "auto", False, None
         self.sigma, self.lambdas, *factors = (
             nn.Parameter(value.detach().to(weight).contiguous().clone(), requires_grad=weight.requires_grad)
             for value in (cp.sigma, cp.lambdas, *cp.factors)
@@ -130,7 +131,11 @@ class CPLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The dense weight, rebuilt at each read; gradients flow through it."""
-        return self._rebuilt(*self._terms())
+        if self.ahead is not None:
+            return self.ahead
+        shape = weight_shape(self)
+        on_gpu = self.lambdas.is_cuda and len(shape) == len(self.modes)  # finer modes are merged again, in their order
+        return dense_from_terms(*self._terms(), channels_last=on_gpu).reshape(shape)
 
     def _terms(self) -> tuple[Tensor, list[Tensor]]:  # (R,), [(d_i, R)]
         scales = self.sigma * self.lambdas
@@ -138,9 +143,6 @@ class CPLayer(nn.Module):
             scales, *factors = UnitTerms.apply(scales, *_listed(self.factors))
             return scales, factors
         return scales, [unit_columns(f) for f in self.factors]
-
-    def _rebuilt(self, scales: Tensor, factors: Sequence[Tensor]) -> Tensor:
-        return dense_from_terms(scales, factors).reshape(weight_shape(self))
 
     def plan(self, input_shape: Sequence[int], *, training: bool | None = None) -> Plan:
         """What the planner chooses for an input of this shape; print it."""
@@ -154,6 +156,8 @@ class CPLayer(nn.Module):
         )
 
     def _rebuilds(self, x: Tensor) -> bool:
+        if self.ahead is not None:
+            return True
         return (self.plan(x.shape).path if self.path == "auto" else self.path) == "rebuild"
 
     def extra_repr(self) -> str:
@@ -171,24 +175,23 @@ class CPLinear(CPLayer, nn.Linear):  # type: ignore[override]
 
     def forward(self, x: Tensor) -> Tensor:  # (..., I) -> (..., O)
         """As nn.Linear."""
-        scales, factors = self._terms()
         if self._rebuilds(x):
-            return F.linear(x, self._rebuilt(scales, factors), self.bias)
-        return contract.through_linear(x, scales, factors, self.out_features, self.bias)
+            return F.linear(x, self.weight, self.bias)
+        return contract.through_linear(x, *self._terms(), self.out_features, self.bias)
 
 
 class _CPConv(CPLayer):
     def forward(self, x: Tensor) -> Tensor:  # (N, I, ...) or (I, ...)
         """As the plain convolution."""
         conv = cast(nn.Conv2d, self)
-        scales, factors = self._terms()
         batched = x if x.ndim == len(conv.kernel_size) + 2 else x[None]
         if self._rebuilds(batched):
-            return conv._conv_forward(x, self._rebuilt(scales, factors), conv.bias)
+            return conv._conv_forward(x, self.weight, conv.bias)
         padding: Any = conv.padding
         if conv.padding_mode != "zeros":
             batched = F.pad(batched, conv._reversed_padding_repeated_twice, mode=conv.padding_mode)
             padding = [0] * len(conv.kernel_size)
+        scales, factors = self._terms()
         y = contract.through_conv(batched, scales, factors, conv.bias, conv.stride, padding, conv.dilation, conv.groups)
         return y if batched.ndim == x.ndim else y[0]
 
@@ -221,14 +224,13 @@ class _CPConvTranspose(CPLayer):
         """As the plain transposed convolution."""
         conv: Any = self
         dims = len(conv.kernel_size)
-        scales, factors = self._terms()
         extra = conv._output_padding(x, output_size, conv.stride, conv.padding, conv.kernel_size, dims, conv.dilation)
         batched = x if x.ndim == dims + 2 else x[None]
         geometry = (conv.stride, conv.padding, extra, conv.groups, conv.dilation)
         if self._rebuilds(batched):
-            y = CONV_TRANSPOSE[dims - 1](batched, self._rebuilt(scales, factors), conv.bias, *geometry)
+            y = CONV_TRANSPOSE[dims - 1](batched, self.weight, conv.bias, *geometry)
         else:
-            y = contract.through_conv_transpose(batched, scales, factors, conv.bias, *geometry)
+            y = contract.through_conv_transpose(batched, *self._terms(), conv.bias, *geometry)
         return y if batched.ndim == x.ndim else y[0]
 
 

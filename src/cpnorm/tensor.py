@@ -32,10 +32,18 @@ def split_modes(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]
     return left, tuple(m for m in modes if m not in left)
 
 
-def dense_from_terms(scales: Tensor, factors: Sequence[Tensor]) -> Tensor:  # (R,), [(d_i, R)] -> (d1, ..., dn)
-    """Sum of scales_r * a_r o b_r o ..., as one matrix product of two balanced Khatri-Rao products."""
+def dense_from_terms(  # (R,), [(d_i, R)] -> (d1, ..., dn)
+    scales: Tensor, factors: Sequence[Tensor], *, channels_last: bool = False
+) -> Tensor:
+    """Sum of scales_r * a_r o b_r o ..., as one matrix product of two balanced Khatri-Rao products.
+
+    With ``channels_last`` the second mode lies innermost in memory where the split allows it, as a GPU's convolutions
+    want it: the product is that weight already, and nobody has to copy it.
+    """
     shape = [f.shape[0] for f in factors]
     left, right = split_modes(shape)
+    if channels_last and right[0] == 1:
+        right = (*right[1:], 1)
     # Scaling one factor before the product, not the product: less to write now, less to sum for the scales' gradient.
     scaled = [factors[0] * scales, *factors[1:]]
     rows = khatri_rao([scaled[m] for m in left])

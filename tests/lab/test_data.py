@@ -326,6 +326,7 @@ def test_augment_and_normalize_trace_as_one_graph() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch 2.11's own compiler
 @pytest.mark.parametrize("compiled", [False, True])
 def test_augment_and_normalize_in_a_cuda_graph(compiled: bool) -> None:
     images = torch.randint(1, 256, (64, 3, 8, 8), dtype=torch.uint8, device="cuda")

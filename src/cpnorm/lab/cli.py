@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -280,6 +281,9 @@ def reproduce(
     results: Annotated[Path, typer.Option(help="folder of the records")] = Path("results"),
     work: Annotated[Path, typer.Option(help="folder of checkpoints and networks")] = Path("work"),
     at_once: Annotated[int, typer.Option(help="seeds of a row that share the device")] = 8,
+    engine: Annotated[str, typer.Option(help="local, or ray: the cluster of $RAY_ADDRESS, or this machine")] = "local",
+    wait: Annotated[bool, typer.Option("--wait", help="stay to take over runs of other processes that die")] = False,
+    checkpoint_every: Checkpoints = 60.0,
     time_limit: TimeLimit = None,
     data_dir: DataDir = None,
     device: Device = None,
@@ -290,6 +294,8 @@ def reproduce(
     from cpnorm.lab import reproduce as lab
     from cpnorm.lab.train import Options
 
+    if engine not in ("local", "ray"):
+        raise typer.BadParameter(f"expected --engine local or ray, got {engine}")
     console, keys = messages(), tables or []
     announce_warnings(console)
 
@@ -303,12 +309,15 @@ def reproduce(
         for table in lab.find_tables(keys):
             if table.ranks:
                 lab.estimate_ranks(table, results, announce=announce)
-        left = lab.reproduce(
+        run: Callable[..., list[lab.Job]] = partial(lab.reproduce, wait=wait)
+        if engine == "ray":
+            from cpnorm.lab.on_ray import reproduce_on_ray as run
+        left = run(
             keys,
             seeds=range(seeds),
             results=results,
             work=work,
-            options=Options(device, data_dir=data_dir),
+            options=Options(device, checkpoint_every=checkpoint_every, data_dir=data_dir),
             at_once=at_once,
             time_limit=parse_seconds(time_limit) if time_limit else None,
             announce=announce,

@@ -22,7 +22,7 @@ from cpnorm.lab.compression import Cut, identity, start
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet, load
 from cpnorm.lab.paper import Compression, Row, Table
-from cpnorm.lab.runs import RunFolder, environment
+from cpnorm.lab.runs import InUseError, RunFolder, environment
 from cpnorm.lab.train import Observer, Options, Stop, Trainer, drive
 
 log = logging.getLogger("cpnorm.lab")
@@ -41,6 +41,7 @@ ORDER = (
 )
 EXPLORED_RATES = (0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.85, 0.9, 0.95, 0.99)
 HISTOGRAM_BINS = 30
+POLL_SECONDS = 1.0  # between two looks at what other processes are doing
 # Milliseconds a step takes on one H200 when eight runs share it: benchmarks/training_step.py.
 STEP_MS = {"none": 0.38, "weight": 0.42, "cp": 0.59, "tai": 0.45}
 
@@ -60,6 +61,13 @@ class Job:
     def folder(self, work: Path) -> RunFolder:
         """Where its checkpoint and its network lie."""
         return RunFolder(work / self.row.key / str(self.seed))
+
+    def needs(self, other: Job) -> bool:
+        """Whether it starts from the other's network, or from the best of a row that the other belongs to."""
+        cut = self.row.compression
+        if cut is None or other.row.key != self.row.starts_from:
+            return False
+        return cut.start == "best" or other.seed == self.seed
 
     def __str__(self) -> str:
         return f"{self.row.key}, seed {self.seed}"
@@ -166,26 +174,36 @@ def reproduce(
     options: Options | None = None,
     at_once: int = 8,
     time_limit: float | None = None,
+    wait: bool = False,
     observers: Sequence[Observer] = (),
     announce: Callable[[str], None] = log.info,
 ) -> list[Job]:
-    """Run what is missing, ``at_once`` seeds of a row sharing the device; returns what is left."""
+    """Run what is missing, ``at_once`` seeds of a row sharing the device; returns what is left.
+
+    With ``wait`` it stays as long as other processes hold runs, to take over those of one that dies.
+    """
     store, options, seeds = Results(results), options or Options(), list(seeds)
     stop = Stop(None if time_limit is None else time.monotonic() + time_limit)
     failed: list[Job] = []
+    elsewhere: list[Job] = []
     data: dict[str, ImageSet] = {}
     while not stop:
-        open_jobs = [job for job in missing_jobs(keys, seeds, store) if job not in failed]
+        missing = missing_jobs(keys, seeds, store)
+        ready = [job for job in missing if job not in failed and not any(map(job.needs, missing))]
+        open_jobs = [job for job in ready if job not in elsewhere]
         if not open_jobs:
-            break
+            if not (wait and ready):
+                break
+            elsewhere.clear()
+            time.sleep(POLL_SECONDS)
+            continue
         first = open_jobs[0]
         group = [job for job in open_jobs if job.row is first.row][:at_once]
         name = first.config.data
         data[name] = data.get(name) or load(name, options.data_dir)
-        announce(f"{first.row.key}: seeds {', '.join(str(job.seed) for job in group)}")
         try:
             if not run_group(group, store, work, data[name], options, observers, stop, announce):
-                failed.extend(group)  # another process has them
+                elsewhere.extend(group)
         except Exception as error:  # one bad row must not cost the others their turn
             log.error("%s failed: %s: %s", first.row.key, type(error).__name__, error, exc_info=True)
             failed.extend(group)
@@ -207,6 +225,8 @@ def run_group(
     """Run these side by side and write a line for each that comes to its end; returns how many were ours to run."""
     with ExitStack() as stack:
         mine = [job for job in group if stack.enter_context(store.claim(job))]
+        if mine:
+            announce(f"{mine[0].row.key}: seeds {', '.join(str(job.seed) for job in mine)}")
         runs: list[tuple[Trainer, RunFolder]] = []
         for job in mine:
             folder = job.folder(work)
@@ -275,10 +295,14 @@ def trained_base(
         seed = max(finished, key=lambda s: finished[s]) if finished else 0
     base = Job(source, seed)
     folder = base.folder(work)
-    if folder.record() is None:
-        announce(f"{base}: its network is not at hand, training it again")
-        with folder.claimed(base.config):
-            drive([(Trainer(base.config, data, options), folder)], stop=stop)
+    while folder.record() is None and not stop:
+        try:
+            with folder.claimed(base.config):
+                if folder.record() is None:
+                    announce(f"{base}: its network is not at hand, training it again")
+                    drive([(Trainer(base.config, data, options), folder)], stop=stop)
+        except InUseError:  # another process needs the same network and is training it
+            time.sleep(POLL_SECONDS)
     return None if stop else folder
 
 

@@ -25,6 +25,10 @@ class RunError(RuntimeError):
     """A run folder that cannot be used, with the reason."""
 
 
+class InUseError(RunError):
+    """A run that another process is at work on."""
+
+
 class RunFolder:
     """One run on disk. Every file is replaced as a whole or not at all, so that a kill at any moment loses nothing."""
 
@@ -46,7 +50,7 @@ class RunFolder:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                raise RunError(f"{self.path} is in use by another process") from error
+                raise InUseError(f"{self.path} is in use by another process") from error
             settings = {**config.to_json(), **({"compress": extra} if extra else {})}
             if (self / "config.json").exists():
                 self._check_same(settings)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import cpnorm
+from cpnorm.lab.ahead import WeightsAhead, compiled_rebuild, rebuilding_layers, rebuilt_weight
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet, augment, normalize
 
@@ -107,6 +108,7 @@ class Step:
         self.random_state = torch.get_rng_state()
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.captures = compile and self.on_gpu and world == 1
+        self.ahead: WeightsAhead | None = None  # while a captured step is recorded
         self._stream = torch.cuda.Stream(self.device) if self.on_gpu else None
 
     @contextmanager
@@ -152,11 +154,15 @@ class Step:
         index = self.order[self.cursor + self.offsets[:size]][self.rank :: self.world]
         labels = self.data.train_labels[index]
         self.optimizer.zero_grad(set_to_none=True)
+        if self.ahead:
+            self.ahead.rebuild()
         loss, right = loss_function(self.runner, self.data.train_images[index], labels, *self.recipe)
         objective = loss * (self.world / size)  # processes average their gradients, whatever their share of the batch
         if self.config.lambda_l1:
             objective = objective + self.config.lambda_l1 * cpnorm.lambda_penalty(self.model)
         objective.backward()
+        if self.ahead:
+            self.ahead.backward()
         self.optimizer.step()
         if self.renormalize:
             self.renormalize()
@@ -182,6 +188,9 @@ class Step:
             before = self._snapshot()
             try:
                 with torch.cuda.stream(self._stream):
+                    rebuild = rebuilt_weight if loss is batch_loss else compiled_rebuild()
+                    images = normalize(self.data.train_images[:size], *self.recipe[:2], torch.float32)
+                    self.ahead = WeightsAhead(rebuilding_layers(self.model, images), self.precision, rebuild)
                     for _ in range(WARM_UP_STEPS):
                         self._take(size, loss)
                         self.cursor.zero_()
@@ -200,6 +209,9 @@ class Step:
                     cause = cause.__context__
                 log.warning("training step not %s: %s", kind, "; ".join(str(cause).split("\n")[:3]) or repr(cause))
             finally:
+                if self.ahead:
+                    self.ahead.release()
+                    self.ahead = None
                 torch.cuda.synchronize()
                 self._restore(before)
         self.captures = False

@@ -1,0 +1,95 @@
+"""Weights rebuilt beside the network's own work: every layer on a GPU stream of its own, forward and backward.
+
+Rebuilding W takes matrix products too small to fill a GPU, one layer at a time. No layer's waits for another's: done
+all at once, before the network runs, and their gradients all at once after it, they cost a fraction of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+import cpnorm
+from cpnorm import CPLayer
+
+Rebuild = Callable[[CPLayer, str], Tensor]
+
+
+def rebuilt_weight(layer: CPLayer, precision: str) -> Tensor:
+    """W as the forward pass would build it."""
+    with torch.autocast(layer.lambdas.device.type, torch.bfloat16, enabled=precision == "bf16"):
+        return layer.weight
+
+
+@cache
+def compiled_rebuild() -> Rebuild:
+    """One for all layers and models of a process."""
+    return torch.compile(rebuilt_weight, dynamic=False)
+
+
+@torch.no_grad()
+def rebuilding_layers(model: nn.Module, images: Tensor) -> list[CPLayer]:
+    """Those whose weight is rebuilt in training on a batch like this one."""
+    found: list[CPLayer] = []
+
+    def ask(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        assert isinstance(layer, CPLayer)
+        path = layer.plan(inputs[0].shape, training=True).path if layer.path == "auto" else layer.path
+        if path == "rebuild":
+            found.append(layer)
+
+    handles = [layer.register_forward_pre_hook(ask) for layer in cpnorm.canonical_layers(model).values()]
+    try:
+        model(images)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+class WeightsAhead:
+    """``rebuild()`` before the forward pass and ``backward()`` after the loss's own, instead of forward's doing it."""
+
+    def __init__(self, layers: Sequence[CPLayer], precision: str, rebuild: Rebuild) -> None:
+        self.layers, self.precision, self.function = layers, precision, rebuild
+        self.streams = [torch.cuda.Stream() if layer.lambdas.is_cuda else None for layer in layers]
+        self.weights: list[Tensor] = []
+
+    def rebuild(self) -> None:
+        """Hold every layer's W ready."""
+        self._fork()
+        for layer, stream in zip(self.layers, self.streams, strict=True):
+            with torch.cuda.stream(stream):
+                weight = self.function(layer, self.precision)
+                self.weights.append(weight)
+                layer.ahead = weight.detach().requires_grad_()
+        self._join()
+
+    def backward(self) -> None:
+        """From the gradients of the weights to those of their terms."""
+        self._fork()
+        for layer, stream, weight in zip(self.layers, self.streams, self.weights, strict=True):
+            assert layer.ahead is not None
+            with torch.cuda.stream(stream):
+                weight.backward(layer.ahead.grad)
+        self._join()
+        self.release()
+
+    def release(self) -> None:
+        """Let the layers rebuild their weights themselves again."""
+        for layer in self.layers:
+            layer.ahead = None
+        self.weights.clear()
+
+    def _fork(self) -> None:
+        for stream in self.streams:
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream())
+
+    def _join(self) -> None:
+        for stream in self.streams:
+            if stream is not None:
+                torch.cuda.current_stream().wait_stream(stream)
