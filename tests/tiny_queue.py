@@ -1,0 +1,51 @@
+"""A table that takes seconds in place of the paper's, for this process and for those it starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from cpnorm.lab import paper, reproduce
+from cpnorm.lab.config import Config
+from cpnorm.lab.data import load
+from cpnorm.lab.paper import Compression, Row, Table
+from official_files import write_mnist
+
+TINY = Config(
+    model="lenet", data="mnist", rank=2, init="kaiming_normal", optimizer="adam", epochs=20, batch_size=64, modes=True
+)
+LONG = Row("tiny/long", "long", TINY, None)
+CUT = Row(
+    "tiny/cut", "cut", TINY, None, starts_from=LONG.key, compression=Compression(0.5, 0.001, epochs=1, start="best")
+)
+TABLE = Table("tiny", "Tiny", "", rows=(LONG, CUT))
+
+# At the start of a process that is to know no other table:
+PREPARE = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import tiny_queue; tiny_queue.use()"
+
+
+def write_data(folder: Path) -> None:
+    """A few digits in MNIST's files: no epoch takes long."""
+    digits = load("digits")
+    images, labels = digits.train_images.numpy(), digits.train_labels.numpy()
+    write_mnist(folder, ((images[:128], labels[:128]), (images[128:160], labels[128:160])))
+
+
+def use() -> None:
+    """The tiny table is all there is."""
+    reproduce.all_tables = lambda: {"tiny": TABLE}
+    paper.row = lambda key: {row.key: row for row in TABLE.rows}[key]
+
+
+def records(results: Path) -> list[dict]:
+    """The lines of all that was run."""
+    return [json.loads(line) for line in (results / "tiny.jsonl").read_text().splitlines()]
+
+
+def assert_everything_once(results: Path, seeds: int = 2) -> None:
+    """Nothing lost, nothing twice, every run of full length."""
+    lines = records(results)
+    done = [(line["row"], line["seed"], line["epochs"]) for line in lines]
+    assert sorted(done) == sorted(
+        [(CUT.key, s, 1) for s in range(seeds)] + [(LONG.key, s, TINY.epochs) for s in range(seeds)]
+    )
