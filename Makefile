@@ -46,5 +46,5 @@ $(VENV)/lab.stamp: pyproject.toml constraints.txt
 
 # After lab.stamp, never beside it: two pips must not write into one environment.
 $(VENV)/dev.stamp: $(VENV)/lab.stamp
-	$(PIP) -e ".[lab,onnx,tensorboard,dev]"
+	$(PIP) -e ".[lab,onnx,tensorboard,frameworks,dev]"
 	touch $@

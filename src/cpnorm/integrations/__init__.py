@@ -1,0 +1,23 @@
+"""Canonical models inside other people's frameworks: one small module each, which imports its framework and no other.
+
+``lightning``, ``huggingface`` (Trainer, Conv1D), ``hub`` (folders of config.json and model.safetensors), ``fsdp``.
+Accelerate, DDP and plain loops need none: ``cpnorm.renormalize_after(optimizer, model)`` is all.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from cpnorm.convert import canonical_layers
+
+
+def scalars(model: nn.Module) -> dict[str, float]:
+    """What is worth a curve of every canonical layer: rank, sigma, and the median and largest size of its lambdas."""
+    numbers: dict[str, float] = {}
+    for name, layer in canonical_layers(model).items():
+        sizes = layer.lambdas.detach().abs()
+        numbers[f"rank/{name}"] = float(layer.rank)
+        numbers[f"sigma/{name}"] = layer.sigma.item()
+        numbers[f"lambda_median/{name}"] = sizes.median().item()
+        numbers[f"lambda_max/{name}"] = sizes.max().item()
+    return numbers

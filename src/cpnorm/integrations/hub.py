@@ -1,0 +1,44 @@
+"""Folders as the Hugging Face Hub has them: config.json for the architecture, model.safetensors for the weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from cpnorm.checkpoint import load, save
+from cpnorm.convert import canonical_layers
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], config: Mapping[str, Any] | None = None) -> None:
+    """Write both files; ``config`` is the model's own if it has one, as those of transformers do.
+
+    The ranks stand in config.json for people to read; they are read back from the weights.
+    """
+    own = getattr(model, "config", None)
+    settings = dict(config if config is not None else own.to_dict() if own is not None else {})
+    settings["cpnorm"] = {"ranks": {name: layer.rank for name, layer in canonical_layers(model).items()}}
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    save(model, Path(folder) / "model.safetensors")
+    (Path(folder) / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+
+
+def from_pretrained(folder: str | os.PathLike[str], build: Callable[[dict[str, Any]], Module]) -> Module:
+    """The model in a folder; ``build`` makes its plain architecture from the config.
+
+    >>> import tempfile
+    >>> from cpnorm import canonical_norm
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_pretrained(canonical_norm(nn.Linear(8, 4), rank=2), folder, {"inputs": 8, "outputs": 4})
+    ...     from_pretrained(folder, lambda config: nn.Linear(config["inputs"], config["outputs"])).rank
+    2
+    """
+    config = json.loads((Path(folder) / "config.json").read_text())
+    config.pop("cpnorm", None)
+    return load(Path(folder) / "model.safetensors", build(config))

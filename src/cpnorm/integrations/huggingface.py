@@ -1,0 +1,50 @@
+"""transformers: a Trainer callback, and linear layers in place of GPT-2's Conv1D."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import Trainer, TrainerCallback
+from transformers.pytorch_utils import Conv1D
+
+from cpnorm.convert import renormalize
+from cpnorm.gradual import GradualTruncation
+from cpnorm.integrations import scalars
+
+
+class CanonicalCallback(TrainerCallback):
+    """``trainer.add_callback(CanonicalCallback(trainer))`` for a model with canonical layers.
+
+    Unit vectors after every optimizer step; sigma and lambda to the trainer's log after every epoch. With ``steps`` and
+    a budget (``params=200_000``, ``rate=0.75``, ...) the model is truncated a step at the end of every epoch.
+    """
+
+    def __init__(self, trainer: Trainer, *, steps: int | None = None, **budget: Any) -> None:
+        self.trainer, self.steps, self.budget = trainer, steps, budget
+        self.gradual: GradualTruncation | None = None
+
+    def on_train_begin(self, *_: Any, model: nn.Module, optimizer: Any, **__: Any) -> None:
+        """From here on the optimizer exists."""
+        if self.steps is not None:
+            self.gradual = GradualTruncation(model, optimizer, steps=self.steps, **self.budget)
+
+    def on_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
+        """Unit vectors again."""
+        renormalize(model)
+
+    def on_epoch_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
+        """Truncate if there is something left to do, and log."""
+        if self.gradual is not None:
+            self.gradual.step()
+        self.trainer.log(scalars(model))
+
+
+def linears_for_conv1d(model: nn.Module) -> nn.Module:
+    """Put an ``nn.Linear`` that computes the same in the place of every Conv1D of a GPT-2, in place."""
+    for name, conv in list(model.named_modules()):
+        if isinstance(conv, Conv1D):
+            linear = nn.Linear(conv.nx, conv.nf, device="meta")
+            linear.weight, linear.bias = nn.Parameter(conv.weight.detach().mT.contiguous()), conv.bias
+            model.set_submodule(name, linear)
+    return model

@@ -1,0 +1,111 @@
+"""A real transformers Trainer with the callback ends where a plain loop does; GPT-2; folders as on the Hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
+
+import cpnorm
+from cpnorm.integrations.hub import from_pretrained, save_pretrained
+from integrations.small import BATCH, STEPS, batches, has_unit_columns, largest_difference, network, sgd, trained
+from laws import close
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'cpnorm[transformers]'")
+pytest.importorskip("accelerate", reason="the Trainer needs accelerate: pip install 'cpnorm[accelerate]'")
+from cpnorm.integrations.huggingface import CanonicalCallback, linears_for_conv1d  # noqa: E402
+
+
+class Classifier(nn.Module):
+    """What the Trainer wants: labels in, loss out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.net(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class InOrder(transformers.Trainer):
+    def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
+
+
+def fit(folder: Path, epochs: int, **options: Any) -> Any:
+    model = Classifier()
+    examples = [{"x": x[n], "labels": y[n]} for x, y in batches() for n in range(BATCH)]
+    settings = transformers.TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=BATCH, num_train_epochs=epochs, report_to=[],
+        save_strategy="no", disable_tqdm=True, use_cpu=True, max_grad_norm=0, logging_strategy="no",
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+    constant = torch.optim.lr_scheduler.LambdaLR(optimizer := sgd(model), lambda _: 1.0)
+    trainer = InOrder(model, settings, train_dataset=examples, optimizers=(optimizer, constant))
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.add_callback(CanonicalCallback(trainer, **options))
+    trainer.train()
+    return trainer
+
+
+def test_it_trains_as_a_plain_loop_does_and_logs(tmp_path: Path) -> None:
+    trainer = fit(tmp_path, 1)
+    net = trainer.model.net
+    assert trainer.state.global_step == STEPS
+    assert largest_difference(net.state_dict(), trained().state_dict()) < 1e-6
+    logged = next(line for line in trainer.state.log_history if "sigma/net.0" in line)
+    assert logged["sigma/net.0"] == net[0].sigma
+    assert logged["lambda_max/net.3"] == net[3].lambdas.abs().max()
+
+
+def test_it_truncates_on_schedule(tmp_path: Path) -> None:
+    model = fit(tmp_path, 3, steps=2, params=700).model
+    assert sum(p.numel() for p in model.parameters()) <= 700 < sum(p.numel() for p in network().parameters())
+    assert has_unit_columns(model)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def gpt2(config: dict[str, Any] | None = None) -> Any:
+    settings = {"vocab_size": 60, "n_positions": 16, "n_embd": 24, "n_layer": 1, "n_head": 2}
+    settings |= {"bos_token_id": 0, "eos_token_id": 0}
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config.from_dict(config or settings)).eval()
+
+
+def test_gpt2_with_linear_layers_computes_the_same() -> None:
+    tokens = torch.randint(60, (2, 9))
+    with torch.no_grad():
+        expected = gpt2()(tokens).logits
+        model = linears_for_conv1d(gpt2())
+        close(model(tokens).logits, expected, 1e-5)
+        with pytest.raises(ValueError, match=r"lm_head .* is also that of transformer\.wte: skip or untie them"):
+            cpnorm.canonical_norm(model)
+        cpnorm.canonical_norm(model, skip="lm_head")
+        assert len(cpnorm.canonical_layers(model)) == 4
+        close(model(tokens).logits, expected, 1e-5)
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_a_folder_as_on_the_hub(tmp_path: Path) -> None:
+    model = cpnorm.canonical_norm(linears_for_conv1d(gpt2()), skip="lm_head")
+    cpnorm.truncate(model, rate=0.5)
+    save_pretrained(model, tmp_path / "small")
+    assert {path.name for path in (tmp_path / "small").iterdir()} == {"config.json", "model.safetensors"}
+    config = json.loads((tmp_path / "small" / "config.json").read_text())
+    assert config["model_type"] == "gpt2"
+    assert config["cpnorm"]["ranks"]["transformer.h.0.mlp.c_fc"] == 12
+
+    again = from_pretrained(tmp_path / "small", lambda config: linears_for_conv1d(gpt2(config)))
+    tokens = torch.randint(60, (2, 9))
+    with torch.no_grad():
+        close(again(tokens).logits, model(tokens).logits, 1e-6)
+    assert again.lm_head.weight is again.transformer.wte.weight
+
+    cpnorm.fold(model).save_pretrained(tmp_path / "dense")  # and without cpnorm, for everybody
+    assert "cpnorm" not in json.loads((tmp_path / "dense" / "config.json").read_text())

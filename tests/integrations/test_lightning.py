@@ -1,0 +1,78 @@
+"""A real Lightning Trainer with the callback ends where a plain loop does, logs, and truncates on schedule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import cpnorm
+from integrations.small import STEPS, batches, has_unit_columns, largest_difference, network, sgd, trained
+
+lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install 'cpnorm[lightning]'")
+from cpnorm.integrations.lightning import CanonicalCallback  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(num_workers|log_every_n_steps|pytree|tensorboardX|isinstance).*")
+
+
+class Module(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return sgd(self)
+
+
+def fit(folder: Path, callback: CanonicalCallback, epochs: int = 1, **options: Any) -> tuple[Module, Any]:
+    module = Module()
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=epochs, logger=False, callbacks=[callback], default_root_dir=folder,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(list(batches()), batch_size=None))
+    return module, trainer
+
+
+def test_it_trains_as_a_plain_loop_does_and_logs(tmp_path: Path) -> None:
+    module, trainer = fit(tmp_path, CanonicalCallback())
+    assert largest_difference(module.net.state_dict(), trained().state_dict()) < 1e-6
+    assert trainer.logged_metrics["sigma/net.0"] == module.net[0].sigma
+    assert trainer.logged_metrics["lambda_max/net.3"] == module.net[3].lambdas.abs().max()
+    assert trainer.logged_metrics["rank/net.3"] == 10
+    assert not trainer.optimizers[0]._optimizer_step_post_hooks  # the callback has left
+
+
+def test_it_truncates_on_schedule(tmp_path: Path) -> None:
+    callback = CanonicalCallback(steps=2, every=2, params=700)
+    module, trainer = fit(tmp_path, callback, epochs=5)
+    assert sum(p.numel() for p in module.parameters()) <= 700 < sum(p.numel() for p in network().parameters())
+    assert callback.gradual is not None
+    assert callback.gradual.done
+    assert has_unit_columns(module)
+    assert all(torch.isfinite(p).all() for p in module.parameters())
+
+    path = tmp_path / "half way.ckpt"
+    callback = CanonicalCallback(steps=2, every=2, params=700)
+    module, trainer = fit(tmp_path, callback, epochs=3)
+    trainer.save_checkpoint(path)
+    assert callback.state_dict()["taken"] == 1
+    again = CanonicalCallback(steps=2, every=2, params=700)
+    again.load_state_dict(torch.load(path, weights_only=False)["callbacks"][callback.state_key])
+    fit(tmp_path, again, epochs=2)
+    assert again.gradual is not None
+    assert again.gradual.taken == 2
+
+
+def test_steps_are_those_of_the_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(cpnorm.convert, "renormalize", calls.append)
+    fit(tmp_path, CanonicalCallback(), accumulate_grad_batches=2)
+    assert len(calls) == STEPS // 2

@@ -1,0 +1,29 @@
+"""Two processes under torchrun, with DDP and with sharded parameters, end where one process does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from integrations.small import has_unit_columns, largest_difference, network, trained
+
+
+def test_two_processes_end_where_one_does(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("train_in_processes.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, tmp_path]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    whole = trained().state_dict()
+    assert largest_difference(network().state_dict(), whole) > 0.1  # so that what follows says something
+    assert largest_difference(trained(renormalize=False).state_dict(), whole) > 1e-2
+    for kind, state in torch.load(tmp_path / "states.pt").items():
+        assert largest_difference(state, whole) < 1e-5, kind
+        model = network()
+        model.load_state_dict(state)
+        assert has_unit_columns(model), kind

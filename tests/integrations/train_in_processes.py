@@ -1,0 +1,51 @@
+"""Run by torchrun: a plain user's loop under DDP, then under FSDP2, each process with its share of every batch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import distributed, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.append(str(Path(__file__).parent))
+from small import batches, network, sgd
+
+import cpnorm
+from cpnorm.integrations.fsdp import shard
+
+
+def train(model: nn.Module, runner: nn.Module) -> None:
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    optimizer = sgd(model)
+    cpnorm.renormalize_after(optimizer, model)
+    for x, y in batches():
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(runner(x[rank::world]), y[rank::world]).backward()
+        optimizer.step()
+
+
+def main(folder: Path) -> None:
+    distributed.init_process_group("gloo")
+    model = network()
+    train(model, DistributedDataParallel(model))
+    ddp = model.state_dict()
+
+    model = shard(network(), torch.distributed.init_device_mesh("cpu", (distributed.get_world_size(),)))
+    train(model, model)
+    sharded = {name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
+    assert {name.rpartition(".")[2] for name, _ in model.named_parameters() if name not in sharded} == {"sigma"}
+    fsdp = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    sigma = model[0].sigma.detach().clone()
+    distributed.all_reduce(sigma)
+    assert sigma == 2 * model[0].sigma, "the processes hold different sigmas"
+    if distributed.get_rank() == 0:
+        torch.save({"ddp": ddp, "fsdp": fsdp}, folder / "states.pt")
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
