@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
+
 from cpnorm.lab import paper, reproduce
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import load
 from cpnorm.lab.paper import Compression, Row, Table
+from cpnorm.lab.runs import RunFolder
 from official_files import write_mnist
 
 TINY = Config(
-    model="lenet", data="mnist", rank=2, init="kaiming_normal", optimizer="adam", epochs=20, batch_size=64, modes=True
+    model="lenet", data="mnist", rank=2, init="kaiming_normal", optimizer="adam", epochs=8, batch_size=64, modes=True
 )
 LONG = Row("tiny/long", "long", TINY, None)
 CUT = Row(
@@ -40,6 +43,21 @@ def use() -> None:
 def records(results: Path) -> list[dict]:
     """The lines of all that was run."""
     return [json.loads(line) for line in (results / "tiny.jsonl").read_text().splitlines()]
+
+
+def epochs_saved(run: RunFolder) -> list[dict]:
+    """Those in the checkpoint, with the seconds each took, which no second training would repeat."""
+    state = run.load_checkpoint(torch.device("cpu"))
+    return state["history"] if state else []
+
+
+def holder(lock: Path) -> int:
+    """The process that holds a lock file."""
+    for line in Path("/proc/locks").read_text().splitlines():
+        _, _, _, _, pid, place, *_ = line.replace("->", "").split()
+        if place.rpartition(":")[2] == str(lock.stat().st_ino):
+            return int(pid)
+    raise LookupError(f"nobody holds {lock}")
 
 
 def assert_everything_once(results: Path, seeds: int = 2) -> None:
