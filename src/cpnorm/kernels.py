@@ -1,18 +1,22 @@
-"""One GPU kernel for the renormalisation of all layers; torch does it in one or two dozen, and waits for each."""
+"""GPU kernels for what torch does in dozens of small ones: renormalising all layers, and rebuilding a 2-d weight."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# Columns and rows one program holds at once. A tall factor has few columns for a whole GPU, so a program takes only a
-# 32-byte sector of each row, and many rows; the factors of a 3x3 kernel are the other way round.
-TALL = (8, 1024)
+# --- renormalising ----------------------------------------------------------------------------------------------------
+
+# Columns and rows one program holds at once, by the number of rows. Wide blocks read whole cache lines; a tall factor
+# has too few columns for a whole GPU, so that a program takes only a 32-byte sector of each of its rows.
 SHORT = (128, 16)
+MIDDLE = (32, 256)
+TALL = (8, 1024)
 
 
 @triton.jit
@@ -45,10 +49,12 @@ def _renormalize_columns(  # type: ignore[no-untyped-def]
 def _renormalize(  # type: ignore[no-untyped-def]
     table,
     tiny,
-    tall_columns: tl.constexpr,
-    tall_rows: tl.constexpr,
     short_columns: tl.constexpr,
     short_rows: tl.constexpr,
+    middle_columns: tl.constexpr,
+    middle_rows: tl.constexpr,
+    tall_columns: tl.constexpr,
+    tall_rows: tl.constexpr,
 ):
     entry = table + tl.program_id(0) * 5
     factor = tl.load(entry).to(tl.pointer_type(tl.float32))
@@ -58,6 +64,8 @@ def _renormalize(  # type: ignore[no-untyped-def]
     first = tl.load(entry + 4)
     if size <= short_rows:
         _renormalize_columns(factor, lambdas, size, rank, first, tiny, short_columns, short_rows)
+    elif size <= tall_rows:
+        _renormalize_columns(factor, lambdas, size, rank, first, tiny, middle_columns, middle_rows)
     else:
         _renormalize_columns(factor, lambdas, size, rank, first, tiny, tall_columns, tall_rows)
 
@@ -69,15 +77,167 @@ class Renormalizer:
         for tensor in (*factors, *lambdas):
             if not (tensor.is_cuda and tensor.dtype == torch.float32 and tensor.is_contiguous()):
                 raise ValueError(f"expected contiguous float32 tensors on a GPU, got {tensor.dtype} on {tensor.device}")
-        entries = [
-            (factor.data_ptr(), scales.data_ptr(), *factor.shape, first)
-            for factor, scales in zip(factors, lambdas, strict=True)
-            for first in range(0, factor.shape[1], (SHORT if factor.shape[0] <= SHORT[1] else TALL)[0])
-        ]
+        entries = []
+        for factor, scales in zip(factors, lambdas, strict=True):
+            size, rank = factor.shape
+            columns, _ = SHORT if size <= SHORT[1] else MIDDLE if size <= TALL[1] else TALL
+            entries += [(factor.data_ptr(), scales.data_ptr(), size, rank, at) for at in range(0, rank, columns)]
         entries.sort(key=lambda entry: -entry[2])  # the tallest, which take longest, start first
         self.table = torch.tensor(entries, dtype=torch.int64, device=factors[0].device)
 
     def __call__(self) -> None:
         """Unit columns again, everywhere, in one launch."""
         tiny = torch.finfo(torch.float32).tiny
-        _renormalize[(len(self.table),)](self.table, tiny, *TALL, *SHORT, num_warps=8)
+        _renormalize[(len(self.table),)](self.table, tiny, *SHORT, *MIDDLE, *TALL, num_warps=8)
+
+
+# --- rebuilding -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _khatri_rao(  # type: ignore[no-untyped-def]
+    big, small, scales, out, first, size, rank, width, big_step, small_step,
+    count: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    row = first + tl.arange(0, rows)
+    there = (column < rank)[None, :]
+    x = tl.load(big + row[:, None] * rank + column[None, :], mask=(row < size)[:, None] & there, other=0.0)
+    x = x * scales[None, :]
+    for j in tl.static_range(count):
+        k = tl.load(small + j * rank + column, mask=column < rank, other=0.0)
+        place = out + (row * big_step + j * small_step)[:, None] * width + column[None, :]
+        value = (x * k[None, :]).to(out.dtype.element_ty)
+        tl.store(place, value, mask=(row < size)[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def _products(  # type: ignore[no-untyped-def]
+    sigma, lambdas, a, b, k1, k2, left, right, outputs, inputs, rank, width,
+    n1: tl.constexpr, n2: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    block = tl.program_id(1)
+    blocks = tl.cdiv(outputs, rows)
+    if block < blocks:  # (O, k1)
+        scales = tl.load(sigma) * tl.load(lambdas + column, mask=column < rank, other=0.0)
+        _khatri_rao(a, k1, scales, left, block * rows, outputs, rank, width, n1, 1, n1, rows, columns)
+    else:  # (k2, I)
+        ones = tl.full([columns], 1.0, tl.float32)
+        _khatri_rao(b, k2, ones, right, (block - blocks) * rows, inputs, rank, width, 1, inputs, n2, rows, columns)
+
+
+@triton.jit
+def _khatri_rao_gradient(  # type: ignore[no-untyped-def]
+    d, big, small, scales, d_big, d_small, size, rank, width, big_step, small_step,
+    count: tl.constexpr, padded: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    there = column < rank
+    part = tl.arange(0, padded)
+    sums = tl.zeros([padded, columns], tl.float32)  # over the rows of the big factor
+    for j in tl.static_range(count):
+        products = tl.zeros([rows, columns], tl.float32)
+        for start in range(0, size, rows):
+            row = start + tl.arange(0, rows)
+            inside = (row < size)[:, None] & there[None, :]
+            g = tl.load(
+                d + (row * big_step + j * small_step)[:, None] * width + column[None, :], mask=inside, other=0.0
+            )
+            x = tl.load(big + row[:, None] * rank + column[None, :], mask=inside, other=0.0)
+            products += g.to(tl.float32) * x
+        sums = tl.where((part == j)[:, None], tl.sum(products, axis=0)[None, :], sums)
+
+    place = part[:, None] * rank + column[None, :]
+    inside = (part < count)[:, None] & there[None, :]
+    k = tl.load(small + place, mask=inside, other=0.0)
+    by_scale = tl.sum(sums * k, axis=0)
+    radial = by_scale * scales  # of every vector's gradient, and taken out of it: see UnitTerms
+    tl.store(d_small + place, sums * scales[None, :] - k * radial[None, :], mask=inside)
+
+    for start in range(0, size, rows):
+        row = start + tl.arange(0, rows)
+        inside = (row < size)[:, None] & there[None, :]
+        x = tl.load(big + row[:, None] * rank + column[None, :], mask=inside, other=0.0)
+        total = tl.zeros([rows, columns], tl.float32)
+        for j in tl.static_range(count):
+            g = tl.load(
+                d + (row * big_step + j * small_step)[:, None] * width + column[None, :], mask=inside, other=0.0
+            )
+            total += g.to(tl.float32) * tl.load(small + j * rank + column, mask=there, other=0.0)[None, :]
+        place = d_big + row[:, None] * rank + column[None, :]
+        tl.store(place, total * scales[None, :] - x * radial[None, :], mask=inside)
+    return by_scale
+
+
+@triton.jit
+def _gradients(  # type: ignore[no-untyped-def]
+    sigma, lambdas, a, b, k1, k2, d_left, d_right, by_scale, d_lambdas, d_a, d_b, d_k1, d_k2,
+    outputs, inputs, rank, width,
+    n1: tl.constexpr, n2: tl.constexpr, padded1: tl.constexpr, padded2: tl.constexpr,
+    rows: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    if tl.program_id(1) == 0:
+        scale = tl.load(sigma)
+        scales = scale * tl.load(lambdas + column, mask=column < rank, other=0.0)
+        found = _khatri_rao_gradient(
+            d_left, a, k1, scales, d_a, d_k1, outputs, rank, width, n1, 1, n1, padded1, rows, columns
+        )
+        tl.store(by_scale + column, found, mask=column < rank)
+        tl.store(d_lambdas + column, found * scale, mask=column < rank)
+    else:
+        ones = tl.full([columns], 1.0, tl.float32)
+        _khatri_rao_gradient(
+            d_right, b, k2, ones, d_b, d_k2, inputs, rank, width, 1, inputs, n2, padded2, rows, columns
+        )
+
+
+@triton.jit
+def _dot(x, y, out, size, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    total = tl.zeros([block], tl.float32)
+    for start in range(0, size, block):
+        at = start + tl.arange(0, block)
+        total += tl.load(x + at, mask=at < size, other=0.0) * tl.load(y + at, mask=at < size, other=0.0)
+    tl.store(out, tl.sum(total, axis=0))
+
+
+class RebuiltConv2d(torch.autograd.Function):
+    """W (O, I, k1, k2) from sigma, lambdas and factors with unit columns; W and what makes it are of type ``dtype``.
+
+    The same as ``dense_from_terms`` after ``UnitTerms``, in two kernels forward and four backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, sigma: Tensor, lambdas: Tensor, *factors: Tensor) -> Tensor:
+        """(), (R,), (O, R), (I, R), (k1, R), (k2, R) -> (O, I, k1, k2), channels last."""
+        a, b, k1, k2 = factors
+        outputs, inputs, n1, n2, rank = len(a), len(b), len(k1), len(k2), len(lambdas)
+        width = triton.cdiv(rank, 64) * 64  # tensor cores and cache lines both want round numbers
+        left = a.new_empty(outputs * n1, width, dtype=dtype)
+        right = a.new_empty(n2 * inputs, width, dtype=dtype)
+        rows, columns = 16, 128
+        grid = (triton.cdiv(width, columns), triton.cdiv(outputs, rows) + triton.cdiv(inputs, rows))
+        _products[grid](
+            sigma, lambdas, a, b, k1, k2, left, right, outputs, inputs, rank, width, n1, n2, rows, columns, num_warps=4
+        )  # fmt: skip
+        ctx.save_for_backward(sigma, lambdas, *factors, left, right)
+        return (left @ right.mT).reshape(outputs, n1, n2, inputs).permute(0, 3, 1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Of a/|a|: without its radial part."""
+        sigma, lambdas, a, b, k1, k2, left, right = ctx.saved_tensors
+        outputs, inputs, n1, n2, rank, width = len(a), len(b), len(k1), len(k2), len(lambdas), left.shape[1]
+        matrix = gradient.permute(0, 2, 3, 1).reshape(outputs * n1, n2 * inputs)
+        d_left, d_right = matrix @ right, matrix.mT @ left
+        d_sigma, d_lambdas, d_a, d_b, d_k1, d_k2 = (torch.empty_like(p) for p in (sigma, lambdas, a, b, k1, k2))
+        by_scale = torch.empty_like(lambdas)
+        padded = triton.next_power_of_2(n1), triton.next_power_of_2(n2)
+        rows, columns = 64, 32
+        _gradients[triton.cdiv(rank, columns), 2](
+            sigma, lambdas, a, b, k1, k2, d_left, d_right, by_scale, d_lambdas, d_a, d_b, d_k1, d_k2,
+            outputs, inputs, rank, width, n1, n2, *padded, rows, columns, num_warps=4
+        )  # fmt: skip
+        _dot[1,](by_scale, lambdas, d_sigma, rank, 1024)
+        return None, d_sigma, d_lambdas, d_a, d_b, d_k1, d_k2

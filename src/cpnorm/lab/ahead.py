@@ -30,6 +30,25 @@ def compiled_rebuild() -> Rebuild:
     return torch.compile(rebuilt_weight, dynamic=False)
 
 
+def kernel_rebuild(layer: CPLayer, precision: str) -> Tensor:
+    """The same by hand-written kernels, for a 2-d convolution with unit columns on a GPU."""
+    from cpnorm.kernels import RebuiltConv2d
+
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    return RebuiltConv2d.apply(dtype, layer.sigma, layer.lambdas, *layer.factors)
+
+
+def has_kernel(layer: CPLayer) -> bool:
+    """Whether ``kernel_rebuild`` can do this layer here."""
+    if not (isinstance(layer, cpnorm.CPConv2d) and layer.columns_are_unit):
+        return False
+    try:
+        import cpnorm.kernels  # noqa: F401
+    except ImportError:
+        return False
+    return all(p.is_cuda and p.dtype == torch.float32 for p in layer.canonical_parameters())
+
+
 @torch.no_grad()
 def rebuilding_layers(model: nn.Module, images: Tensor) -> list[CPLayer]:
     """Those whose weight is rebuilt in training on a batch like this one."""
@@ -54,16 +73,17 @@ class WeightsAhead:
     """``rebuild()`` before the forward pass and ``backward()`` after the loss's own, instead of forward's doing it."""
 
     def __init__(self, layers: Sequence[CPLayer], precision: str, rebuild: Rebuild) -> None:
-        self.layers, self.precision, self.function = layers, precision, rebuild
+        self.layers, self.precision = layers, precision
+        self.functions = [kernel_rebuild if has_kernel(layer) else rebuild for layer in layers]
         self.streams = [torch.cuda.Stream() if layer.lambdas.is_cuda else None for layer in layers]
         self.weights: list[Tensor] = []
 
     def rebuild(self) -> None:
         """Hold every layer's W ready."""
         self._fork()
-        for layer, stream in zip(self.layers, self.streams, strict=True):
+        for layer, stream, function in zip(self.layers, self.streams, self.functions, strict=True):
             with torch.cuda.stream(stream):
-                weight = self.function(layer, self.precision)
+                weight = function(layer, self.precision)
                 self.weights.append(weight)
                 layer.ahead = weight.detach().requires_grad_()
         self._join()
