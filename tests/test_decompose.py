@@ -177,7 +177,7 @@ class TestPower:
 
     @pytest.mark.parametrize("setting", [{"restarts": 0}, {"iterations": 0}])
     def test_settings_below_one_are_an_error(self, setting):
-        with pytest.raises(ValueError, match="expected restarts >= 1 and iterations >= 1, got"):
+        with pytest.raises(ValueError, match=r"expected (restarts|iterations) >= 1, got"):
             cp_power(draw((4, 3, 2)), 3, **setting)
 
 
@@ -330,7 +330,7 @@ class TestEstimateRank:
 
     @pytest.mark.parametrize("setting", [{"fit": 0}, {"fit": 1.5}, {"sweeps": 0}])
     def test_wrong_settings_are_an_error(self, setting):
-        with pytest.raises(ValueError, match="expected 0 < fit <= 1 and sweeps >= 1, got"):
+        with pytest.raises(ValueError, match=r"expected (0 < fit <= 1|sweeps >= 1), got"):
             estimate_rank(draw((4, 3, 2)), **setting)
 
 

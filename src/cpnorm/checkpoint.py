@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from cpnorm.arguments import expect, expect_model
 from cpnorm.contract import weight_shape
 from cpnorm.convert import fold
 from cpnorm.fileformat import Content, Shape, StoredLayer, join, opened, read_content, write
@@ -32,6 +33,8 @@ def save(model: nn.Module, path: PathLike, *, metadata: Mapping[str, Any] | None
     ...     load(f"{folder}/small.safetensors", nn.Linear(8, 4)).rank, read_metadata(f"{folder}/small.safetensors")
     (2, {'epoch': 3})
     """
+    expect_model(model)
+    expect(metadata, (Mapping, type(None)), "a mapping or None as metadata")
     model = _unwrapped(model)
     layers = {
         name: StoredLayer(layer.modes, layer.rank, type(layer).__name__, layer.path)
@@ -49,6 +52,7 @@ def load(path: PathLike, model: Module) -> Module:
     first difference, and leaves the model as it was. A layer that changes its kind gets new parameters: build the
     optimizer afterwards.
     """
+    expect_model(model)
     target = _unwrapped(model)
     with opened(Path(path)) as reader:
         content = read_content(Path(path), reader)

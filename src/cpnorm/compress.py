@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cpnorm import budgets
+from cpnorm.arguments import expect, is_number, whole
 from cpnorm.budgets import Elimination
-from cpnorm.convert import Skip, canonical_layers, is_within
+from cpnorm.convert import Skip, canonical_layers, is_within, names_and_types
 from cpnorm.layers import CPLayer
 from cpnorm.observe import (
     Batch,
@@ -77,8 +78,7 @@ def truncate(
         loss_function: of (outputs, targets), averaged over the batch.
         example_input: what FLOPs are counted on.
         optimizer: its state is cut to the kept terms, so that training goes on; "als" and "outputs" make new terms,
-            whose state starts anew. Without it an optimizer that has state raises at its next step; only torch's fused
-            kernels do not look, and go on with the state of other terms.
+            whose state starts anew. Without it an optimizer that has state raises at its next step.
         skip: layers to leave alone: names, patterns such as "features.*", or types.
         dry_run: only report what would happen.
 
@@ -89,7 +89,8 @@ def truncate(
     [8, 3]
     """
     budget, amount = _only_budget(rate=rate, ranks=ranks, params=params, flops=flops, energy=energy, loss=loss)
-    batches = list(data) if data is not None else []
+    batches = _batches(data)
+    expect(optimizer, (torch.optim.Optimizer, type(None)), "a torch.optim.Optimizer or None as optimizer")
     _check(budget, amount, criterion, refit, bool(batches), example_input is not None)
     layers = _chosen(model, skip)
     work = count_work(model, example_input) if example_input is not None else {}
@@ -151,6 +152,8 @@ def _check(budget: str, amount: Any, criterion: str, refit: str, data: bool, exa
             raise ValueError(f"expected data, a few batches of (inputs, targets), for {purpose}")
     if budget == "flops" and not example_input:
         raise ValueError("expected an example_input for a budget of FLOPs")
+    if budget != "ranks" and not is_number(amount):
+        raise ValueError(f"expected a number as {budget}, got {amount!r}")
     if budget == "rate" and not 0 <= amount < 1:
         raise ValueError(f"expected 0 <= rate < 1, got {amount}")
     if budget == "energy" and not 0 < amount <= 1:
@@ -159,17 +162,21 @@ def _check(budget: str, amount: Any, criterion: str, refit: str, data: bool, exa
         raise ValueError(f"expected an allowed increase of the loss >= 0, got {amount}")
 
 
+def _batches(data: Iterable[Batch] | None) -> list[Batch]:
+    expect(data, (Iterable, type(None)), "a few batches of (inputs, targets) as data")
+    batches = [] if data is None else list(data)
+    for batch in batches:
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise ValueError(f"expected batches of (inputs, targets) as data, got a {type(batch).__name__}")
+    return batches
+
+
 def _chosen(model: nn.Module, skip: Skip) -> dict[str, CPLayer]:
     """The canonical layers but those to skip; layers that share their terms are skipped together."""
-    skips = (skip,) if isinstance(skip, str | type) else tuple(skip)
-    patterns, types = [s for s in skips if isinstance(s, str)], tuple(s for s in skips if isinstance(s, type))
-    modules = dict(model.named_modules())
-    for pattern in patterns:
-        if not any(is_within(name, pattern) for name in modules):
-            raise ValueError(f"skip names no module of {type(model).__name__}: {pattern!r}")
+    patterns, types = names_and_types(model, skip)
     skipped = {
         identity(module)
-        for name, module in modules.items()
+        for name, module in model.named_modules()
         if isinstance(module, types) or any(is_within(name, pattern) for pattern in patterns)
     }
     layers = {name: layer for name, layer in canonical_layers(model).items() if identity(layer) not in skipped}
@@ -234,13 +241,17 @@ def _choose(
 
 
 def _ranks(ranks: int | Mapping[str, int], layers: Mapping[str, CPLayer]) -> Mapping[str, int]:
-    named = ranks if isinstance(ranks, Mapping) else {name: min(ranks, layer.rank) for name, layer in layers.items()}
+    named = ranks if isinstance(ranks, Mapping) else dict.fromkeys(layers, ranks)
     if unknown := [name for name in named if name not in layers]:
         raise ValueError(f"ranks names layers that are not there to truncate: {', '.join(unknown)}")
-    for name, rank in named.items():
-        if not 1 <= rank <= layers[name].rank:
-            raise ValueError(f"expected 1 <= rank <= {layers[name].rank}, got {rank} for {name or 'the layer'}")
-    return named
+    kept = {}
+    for name, asked in named.items():
+        most = layers[name].rank
+        rank = whole("rank", asked, where=f" for {name or 'the layer'}")
+        if isinstance(ranks, Mapping) and rank > most:
+            raise ValueError(f"expected 1 <= rank <= {most}, got {rank} for {name or 'the layer'}")
+        kept[name] = min(rank, most)
+    return kept
 
 
 def _flops_saved(rank: int, work: Work) -> list[int]:

@@ -13,10 +13,12 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cpnorm.arguments import expect
 from cpnorm.tensor import khatri_rao, split_modes
 
 Path = Literal["rebuild", "factors"]
 
+LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
 CONV = (F.conv1d, F.conv2d, F.conv3d)
 CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
@@ -85,7 +87,7 @@ def through_conv_transpose(
     depthwise = khatri_rao(kernels).mT.reshape(rank, 1, *(k.shape[0] for k in kernels))
     x = CONV_TRANSPOSE[dims](x, depthwise, None, stride, padding, output_padding, rank, dilation)
     x = CONV[dims](x, (out * scales).reshape(-1, rank, *ones))
-    x = x.reshape(batch, -1, *x.shape[2:])
+    x = x.reshape(batch, groups * x.shape[1], *x.shape[2:])
     return x if bias is None else x + bias.to(x.dtype).reshape(-1, *ones)
 
 
@@ -133,20 +135,22 @@ def plan(
        rebuild     9126.81 MFLOP    76.81 MB
     -> factors      671.09 MFLOP    22.81 MB
     """
+    expect(layer, LAYERS, "a linear or convolutional layer")
+    if not isinstance(rank, int) or rank < 0:
+        raise ValueError(f"expected rank >= 0, got {rank!r}")
     weight = modes if modes is not None else weight_shape(layer)
     size = math.prod(weight)
     if isinstance(layer, nn.Linear):
         positions = positions_out = math.prod(input_shape) // layer.in_features
         inputs, outputs, groups, kernel = layer.in_features, layer.out_features, 1, 0
         dense_positions = positions
-    elif isinstance(layer, nn.modules.conv._ConvNd):
+    else:
+        assert isinstance(layer, nn.modules.conv._ConvNd)
         batch, space = input_shape[0], input_shape[2:]
         positions, positions_out = batch * math.prod(space), batch * math.prod(output_space(layer, space))
         inputs, outputs, groups = layer.in_channels, layer.out_channels, layer.groups
         kernel = math.prod(layer.kernel_size)
         dense_positions = positions if layer.transposed else positions_out
-    else:
-        raise ValueError(f"expected a linear or convolutional layer, got {type(layer).__name__}")
 
     passes = 3 if training else 1  # forward, and backward to the input and to the weight
     left, right = split_modes(weight)

@@ -13,8 +13,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
+from cpnorm.arguments import expect, expect_generator, expect_model, is_number, whole
 from cpnorm.decompose import exact_rank
-from cpnorm.layers import CANONICAL_TYPES, INITS, LAMBDAS, CPLayer, initial_form
+from cpnorm.layers import CANONICAL_TYPES, CPLayer, check_options, initial_form
 from cpnorm.tensor import CPTensor, inverse_norms
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -57,10 +58,9 @@ def canonical_norm(
     >>> model[0].rank, isinstance(model[0], nn.Conv2d)
     (27, True)
     """
-    if init not in INITS:
-        raise ValueError(f"expected init to be one of {', '.join(INITS)}, got {init!r}")
-    if lambdas not in LAMBDAS:
-        raise ValueError(f"expected lambdas to be one of {', '.join(LAMBDAS)}, got {lambdas!r}")
+    check_options(init, lambdas)
+    expect_generator(generator)
+    expect(modes, (Mapping, type(None)), "a mapping from layer names to shapes as modes")
     layers = convertible_layers(model, skip)
     for option, named in (("rank", rank if isinstance(rank, Mapping) else {}), ("modes", modes or {})):
         if unknown := [name for name in named if name not in layers]:
@@ -95,6 +95,7 @@ def canonical_norm(
 
 def canonical_layers(model: nn.Module) -> dict[str, CPLayer]:
     """The canonical layers of a model by name, in order; tied ones once."""
+    expect_model(model)
     found: dict[str, CPLayer] = {}
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -136,6 +137,7 @@ def renormalize_after(optimizer: torch.optim.Optimizer, model: nn.Module) -> Rem
     >>> torch.allclose(model.factors[0].norm(dim=0), torch.ones(3))
     True
     """
+    expect(optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
     if not canonical_layers(model):
         raise ValueError(f"{type(model).__name__} has no canonical layer to renormalise")
 
@@ -147,14 +149,15 @@ def renormalize_after(optimizer: torch.optim.Optimizer, model: nn.Module) -> Rem
 
 def fold(model: Module) -> Module:
     """Turn canonical layers back into plain dense ones, in place, with the same outputs; the model is returned."""
+    expect_model(model)
+    layers = [module for module in model.modules() if isinstance(module, CPLayer)]
     tied: dict[int, nn.Parameter] = {}
-    for module in list(model.modules()):
-        if not isinstance(module, CPLayer):
-            continue
-        key = id(module.lambdas)
-        if key not in tied:
+    for module in layers:  # all that takes memory first: if there is not enough of it, the model stays as it was
+        if (key := id(module.lambdas)) not in tied:
             dense = module.weight.detach().contiguous().clone()
             tied[key] = nn.Parameter(dense, requires_grad=module.lambdas.requires_grad)
+    for module in layers:
+        key = id(module.lambdas)
         for name in ("sigma", "lambdas"):
             del module._parameters[name]
         del module._modules["factors"]
@@ -172,16 +175,9 @@ def fold(model: Module) -> Module:
 
 def convertible_layers(model: nn.Module, skip: Skip = ()) -> dict[str, nn.Module]:
     """What ``canonical_norm`` would convert, by name; it is an error if something stands in the way."""
-    skips = (skip,) if isinstance(skip, str | type) else tuple(skip)
-    names = [s for s in skips if isinstance(s, str)]
-    types = tuple(s for s in skips if isinstance(s, type))
-    modules = dict(model.named_modules())
-    for pattern in names:
-        if not any(fnmatchcase(name, pattern) for name in modules):
-            raise ValueError(f"skip names no module of {type(model).__name__}: {pattern!r}")
-
+    names, types = names_and_types(model, skip)
     layers: dict[str, nn.Module] = {}
-    for name, module in modules.items():
+    for name, module in model.named_modules():
         if isinstance(module, types) or any(is_within(name, pattern) for pattern in names):
             continue
         if isinstance(module, CPLayer):
@@ -191,6 +187,21 @@ def convertible_layers(model: nn.Module, skip: Skip = ()) -> dict[str, nn.Module
             layers[name] = module
     _check_ties(model, layers)
     return layers
+
+
+def names_and_types(model: nn.Module, skip: Skip) -> tuple[list[str], tuple[type, ...]]:
+    """The two things ``skip`` may hold; a pattern that names no module is an error."""
+    expect_model(model)
+    expect(skip, (str, type, Iterable), "names, patterns or types as skip")
+    skips = (skip,) if isinstance(skip, str | type) else tuple(skip)
+    for entry in skips:
+        expect(entry, (str, type), "names, patterns or types as skip")
+    names = [s for s in skips if isinstance(s, str)]
+    modules = [name for name, _ in model.named_modules()]
+    for pattern in names:
+        if not any(is_within(name, pattern) for name in modules):
+            raise ValueError(f"skip names no module of {type(model).__name__}: {pattern!r}")
+    return names, tuple(s for s in skips if isinstance(s, type))
 
 
 def is_within(name: str, pattern: str) -> bool:
@@ -235,7 +246,9 @@ def _check_ties(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
 def modes_of(name: str, layer: nn.Module, modes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
     """The shape a layer's weight is decomposed in: its own, or the finer one asked for."""
     weight = cast(Tensor, layer.weight)
-    shape = tuple(modes.get(name, weight.shape))
+    asked = modes.get(name, weight.shape)
+    expect(asked, Sequence, f"a shape as modes of {_title(name, layer)}")
+    shape = tuple(whole("a mode", size, where=f" for {_title(name, layer)}") for size in asked)
     prefixes = [math.prod(shape[:n]) for n in range(1, len(shape))]
     if name in modes and not (isinstance(layer, nn.Linear) and weight.shape[0] in prefixes):
         raise ValueError(f"expected modes of a linear layer, outputs first, got {shape} for {_title(name, layer)}")
@@ -254,12 +267,11 @@ def _resolve_rank(
             raise ValueError(f"expected a number or 'exact' as rank, got {asked!r} for {_title(name, layer)}")
         return exact
     if isinstance(asked, float):
-        if not 0 < asked <= 1:
+        if not (is_number(asked) and 0 < asked <= 1):
             raise ValueError(f"expected 0 < rank fraction <= 1, got {asked} for {_title(name, layer)}")
         return max(1, round(asked * exact))
-    if isinstance(asked, bool) or asked < 1:
-        raise ValueError(f"expected rank >= 1, got {asked} for {_title(name, layer)}")
-    return min(asked, exact) if whole_model and not isinstance(rank, Mapping) else asked
+    terms = whole("rank", asked, where=f" for {_title(name, layer)}")
+    return min(terms, exact) if whole_model and not isinstance(rank, Mapping) else terms
 
 
 def _become_canonical(layer: nn.Module, cp: CPTensor) -> CPLayer:

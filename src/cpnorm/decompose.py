@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from cpnorm.arguments import expect, expect_generator, is_number, whole
 from cpnorm.tensor import CPTensor, khatri_rao
 
 Progress = Callable[[int, int], None]  # (done, of how many)
@@ -50,6 +51,7 @@ def cp_exact(weight: Tensor, rank: int | None = None, *, generator: torch.Genera
     (144, 1.0)
     """
     dense, scale = _scaled(weight)
+    expect_generator(generator)
     rank = _checked_rank(exact_rank(dense.shape) if rank is None else rank, weight)
     *kernel, middle, longest = sorted(range(dense.ndim), key=lambda mode: dense.shape[mode])
     slices = dense.permute(*kernel, middle, longest).reshape(-1, dense.shape[middle], dense.shape[longest])
@@ -95,8 +97,8 @@ def cp_power(
     """
     dense, scale = _scaled(weight)
     rank = _checked_rank(rank, weight)
-    if restarts < 1 or iterations < 1:
-        raise ValueError(f"expected restarts >= 1 and iterations >= 1, got {restarts} and {iterations}")
+    expect_generator(generator)
+    restarts, iterations = whole("restarts", restarts), whole("iterations", iterations)
     if scale == 0 or _is_matrix(dense.shape):
         return cp_exact(weight, rank, generator=generator)
 
@@ -168,8 +170,11 @@ def cp_als(
     """
     dense, scale = _scaled(weight)
     rank = _checked_rank(rank, weight)
-    if sweeps < 1 or tolerance < 0 or ridge < 0:
-        raise ValueError(f"expected sweeps >= 1, tolerance >= 0 and ridge >= 0, got {sweeps}, {tolerance} and {ridge}")
+    expect_generator(generator)
+    sweeps = whole("sweeps", sweeps)
+    for name, value in (("tolerance", tolerance), ("ridge", ridge)):
+        if not (is_number(value) and value >= 0):
+            raise ValueError(f"expected {name} >= 0, got {value!r}")
     if scale == 0:
         return cp_exact(weight, rank, generator=generator)
     if isinstance(init, CPTensor):
@@ -220,8 +225,10 @@ def estimate_rank(
     6
     """
     dense, scale = _scaled(weight)
-    if not 0 < fit <= 1 or sweeps < 1:
-        raise ValueError(f"expected 0 < fit <= 1 and sweeps >= 1, got {fit} and {sweeps}")
+    expect_generator(generator)
+    sweeps = whole("sweeps", sweeps)
+    if not (is_number(fit) and 0 < fit <= 1):
+        raise ValueError(f"expected 0 < fit <= 1, got {fit!r}")
     bound = exact_rank(dense.shape)
     largest_error = 1 - fit + max(dense.shape) * torch.finfo(dense.dtype).eps  # a fit of 1 up to rounding is one
     if scale == 0:
@@ -400,10 +407,14 @@ def _random_units(count: int, size: int, like: Tensor, generator: torch.Generato
 
 def _scaled(weight: Tensor) -> tuple[Tensor, float]:
     """The weight in at least single precision with norm 1 (or 0), so that no product over- or underflows; its norm."""
+    expect(weight, Tensor, "a tensor as weight")
     shape = tuple(weight.shape)
+    if weight.is_meta or weight.layout != torch.strided:
+        what = "on the meta device" if weight.is_meta else f"with layout {weight.layout}"
+        raise ValueError(f"expected a weight with values in memory, got one {what} of shape {shape}")
     if weight.ndim < 2:
         raise ValueError(f"expected a weight with 2 modes or more, got shape {shape}")
-    if not weight.is_floating_point():
+    if not weight.is_floating_point() or weight.element_size() < 2:  # smaller floats have no arithmetic
         raise ValueError(f"expected a weight of real floating-point numbers, got {weight.dtype} of shape {shape}")
     if weight.numel() == 0:
         raise ValueError(f"expected a weight that is not empty, got shape {shape}")
@@ -423,12 +434,14 @@ def _is_matrix(shape: Sequence[int]) -> bool:
 
 
 def _checked_rank(rank: int, weight: Tensor) -> int:
-    if rank < 1 or rank != int(rank):
-        raise ValueError(f"expected rank >= 1, got {rank} for a weight of shape {tuple(weight.shape)}")
-    return int(rank)
+    return whole("rank", rank, where=f" for a weight of shape {tuple(weight.shape)}")
 
 
 def _as_given(weight: Tensor, scale: float, lambdas: Tensor, factors: Sequence[Tensor]) -> CPTensor:
     """Unit columns and lambdas of the weight's own size, in its own precision."""
     unit = CPTensor.from_terms(lambdas, factors).normalize()
-    return CPTensor.from_terms(unit.lambdas * scale, unit.factors).to(weight.dtype)
+    cp = CPTensor.from_terms(unit.lambdas * scale, unit.factors).to(weight.dtype)
+    if not cp.lambdas.isfinite().all():
+        what = f"a weight of shape {tuple(weight.shape)} and norm {scale:.3g}"
+        raise ValueError(f"expected lambdas within the range of {weight.dtype}, got infinity for {what}")
+    return cp

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from cpnorm.arguments import expect_model
 from cpnorm.convert import fold
 
 Inputs = Tensor | tuple[Any, ...] | dict[str, Any]
@@ -46,6 +47,7 @@ def export_onnx(
     missing = [package for package in ("onnx", "onnxscript") if importlib.util.find_spec(package) is None]
     if missing:
         raise ImportError(f"export_onnx needs {' and '.join(missing)}: pip install 'cpnorm[onnx]'")
+    expect_model(model)
     plain = fold(copy.deepcopy(model)).eval().cpu()
     size = sum(p.numel() * p.element_size() for p in (*plain.parameters(), *plain.buffers()))
     if size > LARGEST:

@@ -22,10 +22,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from cpnorm.layers import PATHS
+
 Shape = tuple[int, ...]
 
 VERSION = 1
-PATHS = ("auto", "rebuild", "factors")
 LARGEST_HEADER = 8 * 2**20  # some 80,000 tensors; a larger one is no model's, and would cost memory to find out
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cpnorm.arguments import expect, whole
 from cpnorm.compress import truncate
 from cpnorm.convert import canonical_layers
 from cpnorm.observe import Batch
@@ -40,9 +41,8 @@ class GradualTruncation:
         data: Iterable[Batch] | None = None,
         **options: Any,
     ) -> None:
-        if steps < 1:
-            raise ValueError(f"expected steps >= 1, got {steps}")
-        self.model, self.optimizer, self.steps, self.taken = model, optimizer, steps, 0
+        expect(optimizer, (torch.optim.Optimizer, type(None)), "a torch.optim.Optimizer or None as optimizer")
+        self.model, self.optimizer, self.steps, self.taken = model, optimizer, whole("steps", steps), 0
         self.options: dict[str, Any] = {"data": None if data is None else list(data), **options}
         budget: dict[str, Any] = {"rate": rate, "ranks": ranks, "params": params, "flops": flops}
         # A rehearsal of the whole way: what cannot be reached is better known now than after the training.

@@ -11,12 +11,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cpnorm import contract
+from cpnorm.arguments import whole
 from cpnorm.contract import CONV_TRANSPOSE, Plan, weight_shape
 from cpnorm.decompose import cp_als, cp_exact, cp_power, exact_rank
+from cpnorm.optimizers import watch_resized
 from cpnorm.tensor import CPTensor, UnitTerms, dense_from_terms, unit_columns
 
 INITS = ("exact", "power", "als", "kaiming_normal", "kaiming_uniform")
 LAMBDAS = ("decomposition", "ones", "normal")
+PATHS = ("auto", "rebuild", "factors")
 
 
 def initial_form(
@@ -27,6 +30,7 @@ def initial_form(
     generator: torch.Generator | None = None,
 ) -> CPTensor:
     """The canonical form a layer starts from; what the names mean stands at ``canonical_norm``."""
+    check_options(init, lambdas)
     if init == "exact":
         cp = cp_exact(weight, rank, generator=generator)
     elif init == "power":
@@ -39,6 +43,13 @@ def initial_form(
         return cp
     drawn = torch.ones(rank) if lambdas == "ones" else _draw("normal", (rank,), generator)
     return CPTensor(torch.ones_like(cp.sigma), drawn.to(cp.lambdas), cp.factors)
+
+
+def check_options(init: str, lambdas: str) -> None:
+    """Whether these are names that ``initial_form`` knows."""
+    for option, value, known in (("init", init, INITS), ("lambdas", lambdas, LAMBDAS)):
+        if value not in known:
+            raise ValueError(f"expected {option} to be one of {', '.join(known)}, got {value!r}")
 
 
 def _random_form(weight: Tensor, rank: int, init: str, generator: torch.Generator | None) -> CPTensor:
@@ -81,7 +92,8 @@ class CPLayer(nn.Module):
     def __init__(self, *args: Any, rank: int | str = "exact", init: str = "exact", **kwargs: Any) -> None:
         layer = self.plain(*args, **kwargs)
         weight = cast(Tensor, layer.weight).detach()
-        terms = exact_rank(weight.shape) if rank == "exact" else int(rank)
+        exact = exact_rank(weight.shape)
+        terms = exact if rank == "exact" else whole("rank", rank, where=f" for a weight of shape {tuple(weight.shape)}")
         self.__dict__.update(layer.__dict__)
         self.hold(initial_form(weight, terms, init))
 
@@ -101,6 +113,8 @@ class CPLayer(nn.Module):
         """Hold other terms, in the same Parameter objects: an optimizer that has them cannot lose them."""
         if cp.shape != self.modes:
             raise ValueError(f"expected terms of shape {self.modes}, got {cp.shape}")
+        if cp.rank != self.rank:
+            watch_resized(self.canonical_parameters()[1:])
         for parameter, value in zip(self.canonical_parameters(), (cp.sigma, cp.lambdas, *cp.factors), strict=True):
             new = value.detach().to(parameter).contiguous().clone()
             parameter.grad = None
@@ -156,9 +170,15 @@ class CPLayer(nn.Module):
         )
 
     def _rebuilds(self, x: Tensor) -> bool:
-        if self.ahead is not None:
+        if self.ahead is not None or not self._fits(x):  # torch's own layer finds the words for what does not fit
             return True
+        if self.path not in PATHS:
+            raise ValueError(f"expected path to be one of {', '.join(PATHS)}, got {self.path!r}")
         return (self.plan(x.shape).path if self.path == "auto" else self.path) == "rebuild"
+
+    def _fits(self, x: Tensor) -> bool:  # (N, I, ...)
+        conv = cast(nn.Conv2d, self)
+        return x.ndim == len(conv.kernel_size) + 2 and x.shape[1] == conv.in_channels
 
     def extra_repr(self) -> str:
         """The plain layer's, with rank and path."""
@@ -178,6 +198,9 @@ class CPLinear(CPLayer, nn.Linear):  # type: ignore[override]
         if self._rebuilds(x):
             return F.linear(x, self.weight, self.bias)
         return contract.through_linear(x, *self._terms(), self.out_features, self.bias)
+
+    def _fits(self, x: Tensor) -> bool:  # (..., I)
+        return x.ndim > 0 and x.shape[-1] == self.in_features
 
 
 class _CPConv(CPLayer):

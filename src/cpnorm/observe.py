@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from cpnorm.contract import plan
+from cpnorm.contract import LAYERS, plan
 from cpnorm.layers import CPLayer
 from cpnorm.tensor import CPTensor, khatri_rao
 
@@ -23,8 +23,6 @@ Batch = tuple[Any, Any]  # inputs, targets
 LossFunction = Callable[[Any, Any], Tensor]
 Instead = Mapping[Tensor, Tensor]  # of a parameter, for one run
 Seen = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
-
-LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
 
 
 @contextmanager

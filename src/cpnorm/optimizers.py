@@ -1,15 +1,19 @@
-"""An optimizer goes on after a truncation: its state loses the columns that the parameters lost."""
+"""An optimizer goes on after a truncation: its state loses the columns that the parameters lost, or it is stopped."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from cpnorm.layers import CPLayer
-from cpnorm.refit import Fitted
+if TYPE_CHECKING:
+    from cpnorm.layers import CPLayer
+    from cpnorm.refit import Fitted
 
 State = dict[str, Any]
 
@@ -40,3 +44,34 @@ def _cut(key: str, value: Any, rank: int, kept: Tensor, name: str) -> Any:
         shape = tuple(value.shape)
         raise ValueError(f"cannot cut the optimizer's {key} of shape {shape} for {name} to fewer terms: make a new one")
     return value[..., kept.to(value.device)].clone()
+
+
+# --- an optimizer that was not told -------------------------------------------------------------------------------
+
+
+def watch_resized(parameters: Iterable[Tensor]) -> None:
+    """From now on a fused optimizer with state of another shape for one of these raises instead of stepping.
+
+    torch's other kernels raise by themselves. The fused ones trust the shape, and would use the state of other terms
+    or, where a parameter has grown, memory that is not theirs.
+    """
+    _resized().update(dict.fromkeys(parameters))
+
+
+@cache
+def _resized() -> WeakTensorKeyDictionary:
+    """The parameters that ever were, as long as they live; the first of them has all optimizers watched."""
+    register_optimizer_step_pre_hook(_refuse_stale_state)
+    return WeakTensorKeyDictionary()
+
+
+def _refuse_stale_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    fused = [parameter for group in optimizer.param_groups if group.get("fused") for parameter in group["params"]]
+    for parameter in fused:
+        if parameter in _resized():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape:
+                    found = f"{key} of shape {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)}"
+                    raise RuntimeError(f"the optimizer has {found}: give optimizer= to truncate, or make a new one")

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from cpnorm.arguments import expect, is_number
 from cpnorm.convert import Skip, convertible_layers, modes_of
 from cpnorm.decompose import exact_rank
 from cpnorm.summary import count_weights
@@ -31,6 +32,9 @@ def ranks_for_budget(
     >>> ranks_for_budget(model, params=20_000)
     {'0': 15, '2': 10}
     """
+    if not is_number(params):
+        raise ValueError(f"expected a number as params, got {params!r}")
+    expect(modes, (Mapping, type(None)), "a mapping from layer names to shapes as modes")
     layers = convertible_layers(model, skip)
     shapes = {name: modes_of(name, layer, modes or {}) for name, layer in layers.items()}
     names: dict[int, str] = {}  # by the id of the weight: of layers that share one, the first decides

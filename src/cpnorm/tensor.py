@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpnorm.arguments import expect, whole
+
 
 def khatri_rao(factors: Sequence[Tensor]) -> Tensor:  # [(d1, R), (d2, R), ...] -> (d1 * d2 * ..., R)
     """The column-wise Kronecker product; the last factor's index runs fastest."""
@@ -111,6 +113,8 @@ class CPTensor:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "factors", tuple(self.factors))
+        for part in (self.sigma, self.lambdas, *self.factors):
+            expect(part, Tensor, "tensors as sigma, lambdas and factors")
         if len(self.factors) < 2:
             raise ValueError(f"expected at least 2 factors, got {len(self.factors)}")
         if self.lambdas.ndim != 1 or self.sigma.ndim != 0:
@@ -196,7 +200,7 @@ class CPTensor:
 
     def largest(self, rank: int) -> CPTensor:
         """The ``rank`` terms of largest absolute lambda, in their old order."""
-        kept = self.lambdas.abs().argsort(descending=True, stable=True)[:rank]
+        kept = self.lambdas.abs().argsort(descending=True, stable=True)[: whole("rank", rank)]
         return self.select(kept.sort().values)
 
     def to(self, *args: Any) -> CPTensor:

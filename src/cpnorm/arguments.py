@@ -1,0 +1,45 @@
+"""What public functions ask of their arguments before they touch anything: one sentence if it is not so."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def expect(value: Any, kind: type | tuple[type, ...], what: str) -> None:
+    """A TypeError that says what was expected, unless the value is one of the kind."""
+    if not isinstance(value, kind):
+        got = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+        raise TypeError(f"expected {what}, got {got}")
+
+
+def expect_model(model: Any) -> None:
+    """A module, not its class, its state dict or its name."""
+    expect(model, nn.Module, "a torch.nn.Module")
+
+
+def expect_generator(generator: Any) -> None:
+    """A generator or none."""
+    expect(generator, (torch.Generator, type(None)), "a torch.Generator or None as generator")
+
+
+def whole(name: str, value: Any, least: int = 1, where: str = "") -> int:
+    """A whole number from ``least`` on; a float without a fraction will do, a bool will not."""
+    try:
+        number = int(value) if isinstance(value, float) and value.is_integer() else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
+        raise ValueError(f"expected {name} >= {least}, got {value!r}{where}")
+    return number
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite real number, in Python's, numpy's or torch's form; a bool is none."""
+    if isinstance(value, Tensor) and value.ndim == 0:
+        value = value.item()
+    return not isinstance(value, bool | str | bytes) and hasattr(value, "__float__") and math.isfinite(value)
