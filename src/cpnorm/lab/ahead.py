@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
@@ -40,13 +41,8 @@ def kernel_rebuild(layer: CPLayer, precision: str) -> Tensor:
 
 def has_kernel(layer: CPLayer) -> bool:
     """Whether ``kernel_rebuild`` can do this layer here."""
-    if not (isinstance(layer, cpnorm.CPConv2d) and layer.columns_are_unit):
-        return False
-    try:
-        import cpnorm.kernels  # noqa: F401
-    except ImportError:
-        return False
-    return all(p.is_cuda and p.dtype == torch.float32 for p in layer.canonical_parameters())
+    fits = isinstance(layer, cpnorm.CPConv2d) and layer.columns_are_unit and find_spec("triton") is not None
+    return fits and all(p.is_cuda and p.dtype == torch.float32 for p in layer.canonical_parameters())
 
 
 @torch.no_grad()
