@@ -453,3 +453,19 @@ def test_a_layer_whose_weight_others_read_stays_dense(build, dense: dict[str, st
     assert {name: choice.layers[name].reason for name in dense} == dense
     with torch.no_grad():
         close(choice.apply(model)(x), model(x), 1e-5)
+
+
+class Views(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y.view(len(y), -1)
+
+
+@pytest.mark.parametrize("measure", [True, False])
+def test_maps_that_are_flattened_by_view_stay_contiguous(measure: bool) -> None:
+    model, x = canonical_norm(Views(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)), rank=2), torch.randn(2, 3, 8, 8)
+    choice = choose_forms(model, x, measure=measure)
+    assert not choice.channels_last
+    close(choice.apply(model)(x), model(x), 1e-5)
+    with pytest.raises(RuntimeError, match="expected input"):
+        choose_forms(model, x[:, :2], measure=measure)

@@ -136,7 +136,7 @@ def choose_forms(
         raise ValueError(f"expected goal to be time or weights, got {goal!r}")
 
     dense = fold(copy.deepcopy(model)).eval()
-    layouts = (False, True) if any(has_layouts(module) for module in dense.modules()) else (False,)
+    layouts = (False, True) if _runs_channels_last(dense, example_input) else (False,)
     compared: dict[Hashable, LayerForm] = {}  # layers alike, as networks repeat them, are compared once
     picks: dict[bool, dict[str, LayerForm]] = {}  # by layout: channels last or not
     for channels_last in layouts if measure else layouts[-1:]:
@@ -154,6 +154,18 @@ def choose_forms(
     if not measure:
         return Factorization(picks[layouts[-1]], layouts[-1], in_place, {})
     return _race_models(model, dense, picks, in_place, example_input, whole_dense=goal == "time" and not asked)
+
+
+def _runs_channels_last(dense: nn.Module, example_input: Inputs) -> bool:
+    """Whether the model has something to gain from that layout, and can take it: ``view`` cannot flatten its maps."""
+    if not any(has_layouts(module) for module in dense.modules()):
+        return False
+    try:
+        run(with_layout(copy.deepcopy(dense), channels_last=True), example_input)
+    except RuntimeError:
+        run(dense, example_input)  # if it was something else, it is raised here
+        return False
+    return True
 
 
 def _may_overwrite(dense: nn.Module, example_input: Inputs) -> bool:
