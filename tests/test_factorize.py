@@ -186,6 +186,34 @@ def test_relus_run_in_place_where_nobody_else_looks() -> None:
         sum(y.sum() for y in small(x)).backward()
 
 
+def test_relus_wait_for_the_pooling() -> None:
+    """Fewer numbers to look at, the same outputs and gradients; not where the pooling hands out more than numbers."""
+
+    class Where(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2, return_indices=True))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x)[1].double()
+
+    model = network()
+    small = factorize(model, image(), measure=False)
+    assert [type(module).__name__ for module in small][1:6] == ["MaxPool2d", "ReLU", "Sequential", "MaxPool2d", "ReLU"]
+    assert small[2].inplace
+    assert [type(module).__name__ for module in model][1:3] == ["ReLU", "MaxPool2d"]
+    x, y = image().requires_grad_(), image().requires_grad_()
+    close(small(x), model(y), 1e-5)
+    small(x).square().sum().backward()
+    model(y).square().sum().backward()
+    close(x.grad, y.grad, 1e-5)
+
+    found = canonical_norm(Where(), 2, "kaiming_normal")
+    plain = factorize(found, image(), measure=False)
+    assert [type(module).__name__ for module in plain.body][1:] == ["ReLU", "MaxPool2d"]
+    close(plain(image()), found(image()), 0)
+
+
 def test_finer_modes() -> None:
     """A linear layer behind a flatten: as few weights as its terms have, or two plain maps."""
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ from cpnorm.calls import Call, Inputs, calls_of, run
 from cpnorm.convert import canonical_layers, fold
 from cpnorm.forms import FormCost, chain, form_cost, forms_of
 from cpnorm.layers import CPLayer
-from cpnorm.plain import has_layouts, overwriting_relus, plain_copy, with_layout
+from cpnorm.plain import has_layouts, lighten_relus, plain_copy, with_layout
 from cpnorm.race import race
 
 Goal = Literal["time", "weights"]
@@ -69,7 +69,7 @@ class Factorization:
 
     layers: dict[str, LayerForm]
     channels_last: bool
-    in_place: bool  # ReLUs overwrite the output of the layer before them, where the model's outputs stay the same
+    light_relus: bool  # behind a pooling, in place: where the model's outputs stay the same
     seconds: dict[str, float]  # of the whole model, "dense" and "chosen"; empty if nothing was measured
 
     def apply(self, model: nn.Module) -> nn.Module:
@@ -77,7 +77,7 @@ class Factorization:
         if list(canonical_layers(model)) != list(self.layers):
             raise ValueError(f"this choice is for a model with the canonical layers {', '.join(self.layers)}")
         forms = {name: layer.form for name, layer in self.layers.items()}
-        return plain_copy(model, forms, self.channels_last, self.in_place)
+        return plain_copy(model, forms, self.channels_last, self.light_relus)
 
     def total(self, which: Literal["dense", "chosen"]) -> FormCost:
         """Of all canonical layers together."""
@@ -101,7 +101,7 @@ class Factorization:
         layout = "channels last" if self.channels_last else "contiguous"
         totals = self.total("dense"), self.total("chosen")
         last = row("all", layout, "", *totals, list(self.seconds.values()))
-        return "\n".join([*lines, f"{last}  {'ReLUs in place' if self.in_place else ''}".rstrip()])
+        return "\n".join([*lines, f"{last}  {'light ReLUs' if self.light_relus else ''}".rstrip()])
 
 
 def choose_forms(
@@ -150,10 +150,10 @@ def choose_forms(
             if key not in compared:
                 compared[key] = _compare(layer, module, calls[name], layout, by_hand, measure, goal)
             picks[channels_last][name] = compared[key]
-    in_place = _may_overwrite(dense, example_input)
+    light_relus = _may_lighten(dense, example_input)
     if not measure:
-        return Factorization(picks[layouts[-1]], layouts[-1], in_place, {})
-    return _race_models(model, dense, picks, in_place, example_input, whole_dense=goal == "time" and not asked)
+        return Factorization(picks[layouts[-1]], layouts[-1], light_relus, {})
+    return _race_models(model, dense, picks, light_relus, example_input, whole_dense=goal == "time" and not asked)
 
 
 def _runs_channels_last(dense: nn.Module, example_input: Inputs) -> bool:
@@ -168,14 +168,13 @@ def _runs_channels_last(dense: nn.Module, example_input: Inputs) -> bool:
     return True
 
 
-def _may_overwrite(dense: nn.Module, example_input: Inputs) -> bool:
-    """Whether the outputs stay what they are if ReLUs overwrite their inputs: another reader of these would show."""
+def _may_lighten(dense: nn.Module, example_input: Inputs) -> bool:
+    """Whether the outputs stay what they are with light ReLUs: another reader of what these overwrite would show."""
     twin = copy.deepcopy(dense)
-    relus = overwriting_relus(twin)
-    for relu in relus:
-        relu.inplace = True
+    if not lighten_relus(twin):
+        return False
     outputs = (pytree.tree_leaves(run(model, example_input)) for model in (dense, twin))
-    return bool(relus) and all(not isinstance(y, Tensor) or torch.equal(y, z) for y, z in zip(*outputs, strict=True))
+    return all(not isinstance(y, Tensor) or torch.equal(y, z) for y, z in zip(*outputs, strict=True))
 
 
 def _run_all(layer: nn.Module, inputs: Iterable[Tensor]) -> None:
@@ -234,7 +233,7 @@ def _race_models(
     model: nn.Module,
     dense: nn.Module,
     picks: Mapping[bool, dict[str, LayerForm]],
-    in_place: bool,
+    light_relus: bool,
     example_input: Inputs,
     whole_dense: bool,
 ) -> Factorization:
@@ -250,11 +249,11 @@ def _race_models(
     runs = {}
     for (kind, layout), layers in options.items():
         forms = {name: layer.form for name, layer in layers.items()}
-        twin = plain_copy(model, forms, layout, in_place).eval()
+        twin = plain_copy(model, forms, layout, light_relus).eval()
         runs[kind, layout] = partial(run, twin, example_input)
     runs["baseline", False] = partial(run, dense, example_input)
     seconds = race(runs, next(dense.parameters()).device)
     best = min(options, key=lambda option: seconds[option])
     return Factorization(
-        options[best], best[1], in_place, {"dense": seconds["baseline", False], "chosen": seconds[best]}
+        options[best], best[1], light_relus, {"dense": seconds["baseline", False], "chosen": seconds[best]}
     )

@@ -1,4 +1,4 @@
-"""Plain copies of canonical models: their layers as chains or dense, in either memory layout, ReLUs in place."""
+"""Plain copies of canonical models: their layers as chains or dense, in either memory layout, with light ReLUs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from cpnorm.convert import canonical_layers, fold
 from cpnorm.forms import chain
 from cpnorm.layers import CPLayer
 
+MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dimensions of a convolution's weight
 
 
-def plain_copy(model: nn.Module, forms: Mapping[str, str], channels_last: bool, in_place: bool = False) -> nn.Module:
+def plain_copy(model: nn.Module, forms: Mapping[str, str], channels_last: bool, light_relus: bool = False) -> nn.Module:
     """The model with its canonical layers as chains, or folded; what was shared or tied stays so."""
     twin = copy.deepcopy(model)
     first = {id(layer.lambdas): name for name, layer in canonical_layers(twin).items()}
@@ -34,9 +35,8 @@ def plain_copy(model: nn.Module, forms: Mapping[str, str], channels_last: bool, 
                 if "weight" in owner._parameters:
                     step.weight = owner.weight
         twin = _replaced(twin, name, built[id(layer)])
-    if in_place:
-        for relu in overwriting_relus(twin):
-            relu.inplace = True
+    if light_relus:
+        lighten_relus(twin)
     return with_layout(fold(twin), channels_last)
 
 
@@ -48,17 +48,29 @@ def _replaced(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
     return model
 
 
-def overwriting_relus(model: nn.Module) -> list[nn.ReLU]:
-    """Those directly behind a linear or convolutional layer in a Sequential, whose output only they should see."""
+def lighten_relus(model: nn.Module) -> bool:
+    """Let ReLUs in a Sequential wait for the pooling behind them, and overwrite their input; False if none can.
+
+    The largest of some numbers is as positive before a ReLU as behind it, and there are fewer of them. What they
+    overwrite is the output of a linear layer, a convolution or a pooling: nobody else should see it, and no gradient
+    needs it.
+    """
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-    found = []
+    lighter = False
     for sequence in model.modules():
-        for layer, relu in pairwise(sequence.children() if isinstance(sequence, nn.Sequential) else ()):
+        if not isinstance(sequence, nn.Sequential):
+            continue
+        for i, (relu, pool) in enumerate(pairwise(list(sequence))):
+            if type(relu) is nn.ReLU and type(pool) in MAX_POOLS and not pool.return_indices:
+                sequence[i], sequence[i + 1] = pool, relu
+                lighter = True
+        for layer, relu in pairwise(sequence):
             while isinstance(layer, nn.Sequential) and len(layer):
                 layer = layer[-1]
-            if type(relu) is nn.ReLU and places[id(relu)] == 1 and isinstance(layer, nn.Linear | _ConvNd):
-                found.append(relu)
-    return found
+            fresh = isinstance(layer, nn.Linear | _ConvNd) or type(layer) in MAX_POOLS
+            if type(relu) is nn.ReLU and places[id(relu)] == 1 and fresh:
+                relu.inplace = lighter = True
+    return lighter
 
 
 def has_layouts(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ import torch
 Key = TypeVar("Key", bound=Hashable)
 
 LEAST_ROUNDS, CALM_ROUNDS = 3, 5
-ENOUGH_SECONDS = 1.0
+ENOUGH_SECONDS = 0.5
 HOPELESS = 2.0  # a runner at more than this multiple of the fastest is out
 
 
