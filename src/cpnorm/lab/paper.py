@@ -36,6 +36,7 @@ class Compression:
     schedule: Literal["constant", "cosine"] = "constant"
     criterion: str = "lambda"
     refit: str = "none"
+    images: int = 0  # training images to look at; 0: as many as criterion and refit need
     params: int | None = None  # one budget for the whole network instead of a rate per layer
     layers: tuple[str, ...] | None = None  # None: all of them
     tai_ranks: Mapping[str, int] | None = None  # Tai et al.'s form at these ranks, where terms are not truncated
@@ -151,7 +152,7 @@ CIFAR10 = Config(
 )
 CIFAR10_RMS = CIFAR10.replace(optimizer="rmsprop", lr=0.001)
 CIFAR10_STOPPED = CIFAR10_RMS.replace(norm="none", early_stopping=8, validation=5000)
-CIFAR10_ADAM = CIFAR10.replace(optimizer="adam", lr=0.001, lambdas="normal")
+CIFAR10_ADAM = CIFAR10.replace(optimizer="adam", lr=0.001, lambdas="normal", batch_size=128)
 SVHN = CIFAR10.replace(data="svhn", lr=0.08, epochs=80)
 SVHN_RMS = SVHN.replace(optimizer="rmsprop", lr=0.0001)
 MNIST = CIFAR10.replace(model="lenet", data="mnist", lr=0.001, epochs=50, augment="none")

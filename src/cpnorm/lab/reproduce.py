@@ -80,6 +80,11 @@ def all_tables() -> dict[str, Table]:
     return {key: tables[key] for key in (*ORDER, *ranks)} | {table.key: table for table in beyond.TABLES}
 
 
+def all_rows() -> dict[str, Row]:
+    """The rows of all tables by their keys."""
+    return {row.key: row for table in all_tables().values() for row in table.rows}
+
+
 def find_tables(keys: Sequence[str]) -> list[Table]:
     """By key; all of the paper's without one."""
     tables = all_tables()
@@ -150,7 +155,7 @@ def missing_jobs(keys: Sequence[str], seeds: Iterable[int], results: Results) ->
     if single:
         wanted = [row for row in wanted if row.key in single or row.table in keys]
     rows = dict.fromkeys(paper.row(row.same_as).key if row.same_as else row.key for row in wanted)
-    known = {row.key: row for table in all_tables().values() for row in table.rows}
+    known = all_rows()
     return [Job(known[key], seed) for key in rows for seed in seeds if (key, seed) not in done]
 
 
@@ -271,6 +276,7 @@ def cut_of(compression: Compression) -> Cut:
         params=compression.params,
         criterion=compression.criterion,
         refit=compression.refit,
+        images=compression.images,
         layers=compression.layers,
     )
 
@@ -288,7 +294,7 @@ def trained_base(
     cut = job.row.compression
     assert cut is not None
     assert job.row.starts_from is not None
-    source = paper.row(job.row.starts_from)
+    source = all_rows()[job.row.starts_from]
     seed = job.seed
     if cut.start == "best":
         finished = {s: line["final"] for (key, s), line in store.done().items() if key == source.key}
