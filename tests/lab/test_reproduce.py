@@ -16,7 +16,7 @@ import pytest
 from cpnorm.lab import beyond, paper, reproduce
 from cpnorm.lab.config import Config
 from cpnorm.lab.paper import Compression, Row, Table
-from cpnorm.lab.reproduce import Job, Results, all_tables, expected_seconds, find_tables, missing_jobs
+from cpnorm.lab.reproduce import Job, Results, all_rows, all_tables, expected_seconds, find_tables, missing_jobs
 
 TINY = Config(
     model="lenet", data="digits", rank=2, init="kaiming_normal", optimizer="adam", epochs=1, batch_size=256, modes=True
