@@ -96,9 +96,11 @@ def truncate(
     work = count_work(model, example_input) if example_input is not None else {}
     if criterion == "taylor":
         scores = taylor_scores(model, layers, batches, loss_function)
+        _expect_finite({name: [score] for name, score in scores.items()}, "its gradient on the data")
         eliminations = {name: budgets.by_score(score) for name, score in scores.items()}
     else:
         moments = term_moments(model, [inputs for inputs, _ in batches])
+        _expect_finite({name: [moments.get(identity(y), y.lambdas)] for name, y in layers.items()}, "what it is fed")
         eliminations = {n: _eliminate(layer, criterion, moments.get(identity(layer))) for n, layer in layers.items()}
 
     def fitted(dropped: Mapping[str, int]) -> dict[str, Fitted]:
@@ -113,6 +115,7 @@ def truncate(
     dropped = _choose(budget, amount, model, layers, eliminations, work, measured)
     losses = (measured({}), measured(dropped)) if budget == "loss" else (None, None)
     forms = fitted(dropped)
+    _expect_finite({n: [form.cp.sigma, form.cp.lambdas, *form.cp.factors] for n, form in forms.items()}, "the refit")
     how = f"{budget}={amount}, criterion={criterion}, refit={refit}"
     report = compare(how, model, layers, {n: form.cp for n, form in forms.items()}, work, *losses)
     states = cut_states(optimizer, layers, forms) if optimizer is not None else []
@@ -183,9 +186,17 @@ def _chosen(model: nn.Module, skip: Skip) -> dict[str, CPLayer]:
     if not layers:
         raise ValueError(f"{type(model).__name__} has no canonical layer to truncate")
     for name, layer in layers.items():
-        if not all(torch.isfinite(p).all() for p in layer.canonical_parameters()):
-            raise ValueError(f"expected finite values, got NaN or infinity in {name or 'the layer'}")
+        if layer.lambdas.is_meta:
+            raise ValueError(f"expected a model with values, got {name or 'the layer'} on the meta device")
+    _expect_finite({name: layer.canonical_parameters() for name, layer in layers.items()})
     return layers
+
+
+def _expect_finite(tensors: Mapping[str, Iterable[Tensor]], what: str = "") -> None:
+    for name, values in tensors.items():
+        if not all(value.isfinite().all() for value in values):
+            of = f"{what} of {name or 'the layer'}" if what else name or "the layer"
+            raise ValueError(f"expected finite values, got NaN or infinity in {of}")
 
 
 # --- choosing -----------------------------------------------------------------------------------------------------

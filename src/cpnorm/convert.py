@@ -119,6 +119,8 @@ def renormalize(model: Module) -> Module:
 @torch.no_grad()
 def renormalize_terms(factors: Sequence[Tensor], lambdas: Sequence[Tensor]) -> None:  # [(d, R)], [(R,)] of each factor
     """The tensor work of ``renormalize``, for those who compile or capture it."""
+    if len(factors) != len(lambdas):
+        raise ValueError(f"expected the lambdas of each of {len(factors)} factors, got {len(lambdas)}")
     for factor, scales in zip(factors, lambdas, strict=True):
         inverse = inverse_norms(factor)
         dead = inverse == 0

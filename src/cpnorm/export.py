@@ -94,7 +94,11 @@ def _resized(inputs: Any, batch: int | None) -> Any:
     """All tensors with this batch size, made of their own rows over and over; None: as they are."""
 
     def resize(x: Tensor) -> Tensor:
-        return x if batch is None or x.ndim == 0 else x[torch.arange(batch) % len(x)]
+        if batch is None or x.ndim == 0:
+            return x
+        if len(x) == 0:
+            raise ValueError(f"expected at least one example in example_input, got shape {tuple(x.shape)}")
+        return x[torch.arange(batch) % len(x)]
 
     return pytree.tree_map_only(Tensor, resize, inputs)
 

@@ -59,9 +59,13 @@ def _beside(model: nn.Module, value: Any) -> Any:
 
 @torch.no_grad()
 def watch(model: nn.Module, inputs: Any, seen: Seen, instead: Instead | None = None) -> None:
-    """Run the model once, and show ``seen`` each linear or convolutional layer with what it is called with."""
+    """Run the model once, and show ``seen`` each linear or convolutional layer with what it was called with."""
+
+    def after(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+        seen(layer, args, kwargs)  # after the layer has had its own say about an input that does not fit
+
     layers = [module for module in model.modules() if isinstance(module, LAYERS)]
-    handles = [layer.register_forward_pre_hook(seen, with_kwargs=True) for layer in layers]
+    handles = [layer.register_forward_hook(after, with_kwargs=True) for layer in layers]
     try:
         with evaluating(model):
             run(model, inputs, instead)
@@ -197,6 +201,8 @@ def mean_loss(
         for inputs, targets in batches:
             total += loss_function(run(model, inputs, instead), _beside(model, targets)).item() * len(targets)
             count += len(targets)
+    if not count or not math.isfinite(total):
+        raise ValueError(f"expected data with a finite loss, got {total} over {count} samples")
     return total / count
 
 

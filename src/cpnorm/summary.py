@@ -45,6 +45,11 @@ class LayerSummary:
         """Whether the terms work mostly against each other: unstable to train, and useless to truncate."""
         return self.cancellation > DEGENERATE
 
+    def _remark(self) -> str:
+        if not all(map(math.isfinite, (*self.lambdas, self.cancellation))):
+            return "broken: NaN or infinity among its numbers"
+        return f"degenerate: terms cancel {self.cancellation:.3g}-fold" if self.degenerate else ""
+
     def _cells(self) -> list[str]:
         median = self.lambdas[len(self.lambdas) // 2]
         return [
@@ -63,7 +68,7 @@ class LayerSummary:
             f"{self.lambdas[0]:.3g}",
             f"{median:.3g}",
             f"{self.lambdas[-1]:.3g}",
-            f"degenerate: terms cancel {self.cancellation:.0f}-fold" if self.degenerate else "",
+            self._remark(),
         ]
 
 
@@ -193,4 +198,6 @@ def sparkline(values: Sequence[float], width: int = 12) -> str:
     count = min(width, len(values))
     picked = [values[n * (len(values) - 1) // max(count - 1, 1)] for n in range(count)]
     largest = picked[0] or 1.0
+    if not all(map(math.isfinite, picked)):
+        return "?" * count
     return "".join(BARS[max(0, math.ceil(len(BARS) * value / largest) - 1)] for value in picked)

@@ -115,6 +115,9 @@ class CPTensor:
         object.__setattr__(self, "factors", tuple(self.factors))
         for part in (self.sigma, self.lambdas, *self.factors):
             expect(part, Tensor, "tensors as sigma, lambdas and factors")
+            if not part.is_floating_point() or part.device != self.lambdas.device:
+                expected = f"floating-point numbers on one device, {self.lambdas.device}"
+                raise ValueError(f"expected {expected}, got {part.dtype} on {part.device}")
         if len(self.factors) < 2:
             raise ValueError(f"expected at least 2 factors, got {len(self.factors)}")
         if self.lambdas.ndim != 1 or self.sigma.ndim != 0:
@@ -188,6 +191,7 @@ class CPTensor:
 
     def fit(self, dense: Tensor) -> float:
         """1 - ||dense - W|| / ||dense||, the paper's measure (its equation 6); 1 is a perfect fit."""
+        expect(dense, Tensor, "a tensor")
         if tuple(dense.shape) != self.shape:
             raise ValueError(f"expected a tensor of shape {self.shape}, got {tuple(dense.shape)}")
         size = torch.linalg.vector_norm(dense).item()
