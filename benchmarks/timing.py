@@ -1,25 +1,52 @@
-"""Timing by ratios inside one run: competitors take turns, so that a busy machine slows them all alike."""
+"""Timing by ratios inside one run, and the form in which every benchmark leaves its claims, tables and machine."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+Spread = dict[str, float]  # median, min, max
+Row = Mapping[str, Any]  # column -> text, number, truth or spread
+
+
+def parser(claim: str, rounds: int) -> argparse.ArgumentParser:
+    """The options that every benchmark has; its docstring is the help."""
+    made = argparse.ArgumentParser(description=claim, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    made.add_argument("--rounds", type=int, default=rounds, help="turns of each competitor")
+    made.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of the CPU")
+    return made
+
+
+def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options as given, with the threads set and the random numbers seeded."""
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    return args
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------
 
 
 def interleaved(runs: Mapping[str, Callable[[], Any]], rounds: int = 5, warmup: int = 1) -> dict[str, list[float]]:
-    """Seconds of every run in every round; each round runs all of them, in turn from either end."""
+    """Seconds of every run in every round; each round runs all of them, in turn from either end.
+
+    Competitors that take turns are slowed alike by a busy machine: their ratios are worth more than their times.
+    """
     for _ in range(warmup):
         for run in runs.values():
             run()
@@ -35,21 +62,92 @@ def interleaved(runs: Mapping[str, Callable[[], Any]], rounds: int = 5, warmup: 
     return seconds
 
 
-def spread(values: Iterable[float]) -> dict[str, float]:
+def spread(values: Iterable[float]) -> Spread:
     """Median, smallest and largest."""
     values = list(values)
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def ratio(seconds: Mapping[str, list[float]], name: str, base: str) -> dict[str, float]:
+def ratio(seconds: Mapping[str, list[float]], name: str, base: str) -> Spread:
     """How often ``base`` fits into ``name``, round by round: above 1 where ``name`` is slower."""
     return spread(one / other for one, other in zip(seconds[name], seconds[base], strict=True))
+
+
+def milliseconds(values: Iterable[float], calls: int = 1) -> Spread:
+    """Of one call, where each value is the seconds of several."""
+    return spread(1e3 * value / calls for value in values)
+
+
+# --- claiming -----------------------------------------------------------------------------------------------------
+
+
+def at_most(text: str, measured: Spread | float, bound: float, unit: str = "×") -> dict[str, Any]:
+    """A claim that the median keeps below a bound."""
+    return _claim(text, measured, f"≤ {bound:g}{_after_number(unit)}", unit, lambda median: median <= bound)
+
+
+def at_least(text: str, measured: Spread | float, bound: float, unit: str = "×") -> dict[str, Any]:
+    """A claim that the median reaches a bound."""
+    return _claim(text, measured, f"≥ {bound:g}{_after_number(unit)}", unit, lambda median: median >= bound)
+
+
+def _claim(
+    text: str, measured: Spread | float, target: str, unit: str, holds: Callable[[float], bool]
+) -> dict[str, Any]:
+    found = measured if isinstance(measured, dict) else spread([measured])
+    return {"claim": text, "target": target, "measured": found, "unit": unit, "met": bool(holds(found["median"]))}
+
+
+def _after_number(unit: str) -> str:
+    return unit if unit == "×" else f" {unit}"
+
+
+# --- leaving it ---------------------------------------------------------------------------------------------------
+
+
+def write(
+    script: str,
+    device: str,
+    *,
+    title: str,
+    claims: Sequence[Mapping[str, Any]],
+    tables: Mapping[str, Sequence[Row]],
+    left_out: Mapping[str, str] | None = None,
+    plots: Mapping[str, str] | None = None,
+) -> Path:
+    """Stores and prints what was found, as ``benchmarks/results/<script>_<device>.json``.
+
+    Tables are rows of the same columns under a caption; ``left_out`` says why a peer did not take part; ``plots`` are
+    captions by file name under docs/assets.
+    """
+    for claim in claims:
+        figure = claim["measured"]
+        print(f"{'met    ' if claim['met'] else 'NOT MET'} {claim['claim']}: {figure['median']:.3g}{claim['unit']}"
+              f" ({figure['min']:.3g} to {figure['max']:.3g}), target {claim['target']}")  # fmt: skip
+    for peer, reason in (left_out or {}).items():
+        print(f"left out: {peer}, {reason}")
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{script}_{device}.json"
+    record = {
+        "title": title,
+        "command": " ".join(["python", f"benchmarks/{script}.py", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": _commit(),
+        "machine": machine(),
+        "left_out": left_out or {},
+        "claims": claims,
+        "tables": tables,
+        "plots": plots or {},
+    }
+    path.write_text(json.dumps(_rounded(record), indent=1, ensure_ascii=False) + "\n")
+    print(f"written to {path}")
+    return path
 
 
 def machine() -> dict[str, Any]:
     """Hardware and versions, to be stored with every result."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("cpnorm", "numpy", "tensorly", "tensorly-torch", "onnxruntime"):
+    for package in ("cpnorm", "numpy", "tensorly", "tensorly-torch"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -58,7 +156,7 @@ def machine() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "load": [round(load, 2) for load in os.getloadavg()],
+        "load": round(os.getloadavg()[0], 2),  # over the last minute; above the threads of the script: others ran too
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cuda": torch.version.cuda,
         "system": platform.platform(),
@@ -66,13 +164,15 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write(name: str, results: Mapping[str, Any]) -> Path:
-    """Stores the results with the machine and the commit they come from as ``benchmarks/results/<name>.json``."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    record = {"date": time.strftime("%Y-%m-%d"), "commit": _commit(), "machine": machine(), "results": results}
-    path.write_text(json.dumps(record, indent=2) + "\n")
-    return path
+def _rounded(value: Any) -> Any:
+    """Four digits say all that a timing knows."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(one) for one in value]
+    return value
 
 
 def _synchronize() -> None:
