@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from rich.logging import RichHandler
 
 from cpnorm.lab.config import Config
 from cpnorm.lab.options import parse_seconds
-from cpnorm.lab.watch import Watch, tensorboard
+from cpnorm.lab.watch import Watch
 
 if TYPE_CHECKING:
     from cpnorm.lab.runs import RunFolder
@@ -33,11 +33,12 @@ def carry_out(
     *,
     extra: dict[str, Any] | None = None,
     time_limit: str | None = None,
-    log_tensorboard: bool = False,
+    log_to: Sequence[str] = (),
     as_json: bool = False,
 ) -> int:
     """Begin a run or go on with it, to its end or a stop, and show the result; returns the exit code."""
     from cpnorm.lab.compression import complete
+    from cpnorm.lab.observers import OBSERVERS
     from cpnorm.lab.runs import RunFolder
     from cpnorm.lab.train import Stop
 
@@ -53,8 +54,7 @@ def carry_out(
             return trainer
 
         observers: list[Observer] = [watch]
-        if log_tensorboard and chief:
-            observers.append(tensorboard(folder / "tensorboard"))
+        observers += [OBSERVERS[name](folder.path) for name in log_to if chief]
         record = complete(folder, config, begin, extra=extra, observers=observers, stop=stop)
     if as_json and chief:
         print_json({"run": str(out), **record})

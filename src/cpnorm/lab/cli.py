@@ -21,12 +21,15 @@ from cpnorm.lab.options import (
     DataDir,
     Device,
     Json,
+    Mlflow,
     Run,
     TensorBoard,
     TimeLimit,
+    Wandb,
     changed,
     parse_rank,
     parse_seconds,
+    said_yes,
     takes_settings,
 )
 from cpnorm.lab.watch import Watch, duration
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from cpnorm.lab.train import Trainer
 
 EXTRAS = {"onnx": "onnx", "onnxscript": "onnx", "onnxruntime": "onnx", "tensorboard": "tensorboard", "ray": "ray"}
+EXTRAS |= {"wandb": "wandb", "mlflow": "mlflow"}
 
 app = typer.Typer(
     help="Neural networks in canonical form: train them, compress them by truncation, reproduce the paper.",
@@ -132,6 +136,8 @@ def train(
     checkpoint_every: Checkpoints = 60.0,
     time_limit: TimeLimit = None,
     tensorboard: TensorBoard = False,
+    wandb: Wandb = False,
+    mlflow: Mlflow = False,
     as_json: Json = False,
     **settings: Any,
 ) -> int:
@@ -146,7 +152,8 @@ def train(
         options = Options(device, compile, checkpoint_every, data_dir)
         return Trainer(config, load(config.data, data_dir), options, progress=watch.preparing)
 
-    return carry_out(out, config, start, time_limit=time_limit, log_tensorboard=tensorboard, as_json=as_json)
+    log_to = said_yes(tensorboard=tensorboard, wandb=wandb, mlflow=mlflow)
+    return carry_out(out, config, start, time_limit=time_limit, log_to=log_to, as_json=as_json)
 
 
 def preset_config(key: str) -> Config:
@@ -181,6 +188,8 @@ def compress(
     checkpoint_every: Checkpoints = 60.0,
     time_limit: TimeLimit = None,
     tensorboard: TensorBoard = False,
+    wandb: Wandb = False,
+    mlflow: Mlflow = False,
     as_json: Json = False,
     **settings: Any,
 ) -> int:
@@ -205,9 +214,8 @@ def compress(
         return compression.start(source, folder, cut, config, load(config.data, data_dir), options)
 
     what = compression.identity(source, cut)
-    return carry_out(
-        out, config, start, extra=what, time_limit=time_limit, log_tensorboard=tensorboard, as_json=as_json
-    )
+    log_to = said_yes(tensorboard=tensorboard, wandb=wandb, mlflow=mlflow)
+    return carry_out(out, config, start, extra=what, time_limit=time_limit, log_to=log_to, as_json=as_json)
 
 
 @app.command()

@@ -24,6 +24,8 @@ Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="compile a
 Checkpoints = Annotated[float, typer.Option(help="seconds between two checkpoints")]
 TimeLimit = Annotated[str | None, typer.Option(help="save and stop after this long: 90s, 9m, 1h30m")]
 TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="log to RUN/tensorboard as well")]
+Wandb = Annotated[bool, typer.Option("--wandb", help="log to Weights & Biases as well")]
+Mlflow = Annotated[bool, typer.Option("--mlflow", help="log to MLflow as well")]
 
 HELP = {
     "model": "the network",
@@ -106,6 +108,11 @@ def changed(config: Config, settings: Mapping[str, Any]) -> Config:
         return config.replace(**plain)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def said_yes(**flags: bool) -> list[str]:
+    """The names of the flags that were given."""
+    return [name for name, given in flags.items() if given]
 
 
 def parse_rank(text: str) -> Rank:

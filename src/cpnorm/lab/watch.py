@@ -1,4 +1,4 @@
-"""What is seen of a run while it lasts: a line that a terminal redraws, a line now and then elsewhere, TensorBoard."""
+"""What is seen of a run while it lasts: a line that a terminal redraws, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cpnorm.lab.train import Observer, Trainer
+    from cpnorm.lab.train import Trainer
 
 QUIET = 10.0  # seconds between two lines where there is no terminal to redraw
 
@@ -97,27 +95,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def tensorboard(folder: Path) -> Observer:
-    """An observer that writes every epoch for TensorBoard; what a killed run wrote too much of is overwritten."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    import cpnorm
-
-    writer: SummaryWriter | None = None
-
-    def write(trainer: Trainer, line: dict[str, Any]) -> None:
-        nonlocal writer
-        epoch = line["epoch"]
-        writer = writer or SummaryWriter(str(folder), purge_step=epoch)
-        numbers = {key: value for key, value in line.items() if isinstance(value, float)}
-        for name, layer in line["layers"].items():
-            numbers |= {f"sigma/{name}": layer["sigma"], f"lambda median/{name}": layer["lambda_size_quartiles"][2]}
-        for key, value in numbers.items():
-            writer.add_scalar(key, value, epoch)
-        for name, layer in cpnorm.canonical_layers(trainer.model).items():
-            writer.add_histogram(f"lambda/{name}", layer.lambdas.detach().float().cpu(), epoch)
-        writer.flush()
-
-    return write
