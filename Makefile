@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4
 
-.PHONY: demo test test-slow bench bench-gpu lint format clean
+.PHONY: demo test test-slow docs test-package bench bench-gpu lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/lab.stamp
@@ -18,6 +18,15 @@ test: lint
 
 test-slow: $(VENV)/dev.stamp
 	$(PYTEST) -m slow
+
+docs: $(VENV)/dev.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "open site/index.html"
+
+# Built, installed with all its dependencies into empty environments, and tried out there.
+INTERPRETERS ?= python3.11 python3.12 python3.13
+test-package: $(VENV)/dev.stamp
+	tests/package.sh $(BIN)/python $(INTERPRETERS)
 
 bench: $(VENV)/dev.stamp
 	set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script; done
@@ -36,7 +45,7 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 
 $(VENV)/lab.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -46,5 +55,5 @@ $(VENV)/lab.stamp: pyproject.toml constraints.txt
 
 # After lab.stamp, never beside it: two pips must not write into one environment.
 $(VENV)/dev.stamp: $(VENV)/lab.stamp
-	$(PIP) -e ".[lab,onnx,tensorboard,frameworks,dev]"
+	$(PIP) -e ".[lab,onnx,tensorboard,ray,frameworks,docs,dev]"
 	touch $@

@@ -1,21 +1,103 @@
-"""The README's example runs as it stands, and its table says what the records say."""
+"""Every example in README, docs and notebooks runs as it stands, and the README's table says what the records say."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
+import shutil
 import statistics
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ELSEWHERE = ("README.md", "tutorial.md")  # run in a test of its own, and as the notebook that has the same code
+FENCE = re.compile(r"^```(?P<kind>[\w-]*)\n(?P<text>.*?)^```$", re.M | re.S)
 
 
-def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", README, re.S)
+def blocks(page: Path, *kinds: str) -> list[tuple[int, str]]:
+    """The code of a page in these languages, with the number of the line where each begins."""
+    text = page.read_text()
+    found = [match for match in FENCE.finditer(text) if match["kind"] in kinds]
+    return [(text.count("\n", 0, match.start("text")), match["text"]) for match in found]
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name not in ELSEWHERE and blocks(page, "python")], ids=name
+)
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks in order, in one namespace, as a reader would type them."""
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "page"}
+    for line, code in blocks(page, "python"):
+        exec(compile("\n" * line + code, str(page), "exec"), namespace)
+    torch._dynamo.reset()
+
+
+def commands(page: Path, *kinds: str) -> list[str]:
+    """Calls of ``cpnorm``, each a line of its own or between dots; not those whose words are left open."""
+    lines = [line.removeprefix("$ ") for _, text in blocks(page, *kinds) for line in text.splitlines()]
+    parts = [part.partition("  #")[0].strip() for line in lines for part in line.split(" · ")]
+    return [part for part in parts if part.startswith("cpnorm ") and "…" not in part]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page, "", "console")], ids=name)
+def test_the_commands_of_a_page_exist_with_their_options(page: Path) -> None:
+    """Parsed to the last option, without being run."""
+    import typer.main
+
+    from cpnorm.lab import cli
+
+    for command in commands(page, "", "console"):
+        _, *words = shlex.split(command.rstrip("&"))
+        context = typer.main.get_command(cli.app).make_context("cpnorm", words)
+        while getattr(context.command, "commands", None):
+            group, rest = context.command, [*context._protected_args, *context.args]
+            key, found, rest = group.resolve_command(context, rest)
+            context = found.make_context(key, rest, parent=context)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page, "console")], ids=name)
+def test_the_console_sessions_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cpnorm.lab import cli
+
+    monkeypatch.chdir(tmp_path)
+    for command in commands(page, "console"):
+        assert cli.main(shlex.split(command)[1:]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", sorted((ROOT / "examples").glob("*.ipynb")), ids=name)
+def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
+    pytest.importorskip("nbclient", reason="needs nbclient and ipykernel: pip install 'cpnorm[dev]'")
+    cells = json.loads(notebook.read_text())["cells"]
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells), "commit it without outputs"
+    copy = Path(shutil.copy(notebook, tmp_path))
+    code = "from nbclient.cli import main; main()"
+    subprocess.run([sys.executable, "-c", code, "--inplace", str(copy)], check=True)
+    assert any(cell.get("outputs") for cell in json.loads(copy.read_text())["cells"])
+
+
+def test_the_tutorials_notebook_has_the_tutorials_code() -> None:
+    cells = json.loads((ROOT / "examples/tutorial.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert code == [text.strip("\n") for _, text in blocks(ROOT / "docs/tutorial.md", "python")]
+
+
+def test_the_readmes_example_is_short_and_needs_no_cpnorm_in_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    ((_, block),) = blocks(ROOT / "README.md", "python")
     assert len(block.strip().splitlines()) <= 12
     names: dict[str, object] = {}
     exec(block, names)
@@ -25,12 +107,10 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_table_is_what_the_records_say() -> None:
     finals: dict[str, list[float]] = defaultdict(list)
-    weights: dict[str, int] = {}
     for path in (ROOT / "results").glob("*.jsonl"):
         for line in map(json.loads, path.read_text().splitlines()):
             if "final" in line:
                 finals[line["row"]].append(line["final"])
-                weights[line["row"]] = line["weights"]
     rows = re.findall(r"^\|.*?\| (?:\*\*)?(\d+\.\d\d) ± (\d\.\d\d)(?:\*\*)? \| `(beyond-[^`]+)` \|$", README, re.M)
     assert len(rows) >= 6
     for mean, sd, key in rows:

@@ -1,0 +1,63 @@
+"""What mkdocs does not do by itself: pages from outside docs/, figures drawn from code, formulas as MathML."""
+
+from __future__ import annotations
+
+import html
+import re
+import runpy
+import tempfile
+from pathlib import Path
+from posixpath import normpath, relpath
+from typing import Any
+
+import latex2mathml.converter
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parent.parent
+# Files of the repository that are pages of the site as well.
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "results/README.md": "results/README.md",
+}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages, the pictures of the report, and freshly drawn figures."""
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, content=moved((ROOT / source).read_text(), source, page)))
+    for picture in (ROOT / "results/figures").glob("*.svg"):
+        files.append(File.generated(config, f"results/figures/{picture.name}", abs_src_path=str(picture)))
+    drawn = Path(tempfile.mkdtemp(prefix="cpnorm-figures-"))
+    runpy.run_path(str(ROOT / "docs/figures.py"))["draw_all"](drawn)
+    for picture in drawn.glob("*.svg"):
+        files.append(File.generated(config, f"figures/{picture.name}", abs_src_path=str(picture)))
+    return files
+
+
+def moved(text: str, source: str, page: str) -> str:
+    """A page whose links, good where its file lies, are good where the site has it."""
+
+    def link(match: re.Match[str]) -> str:
+        target, anchor = match["target"], match["anchor"] or ""
+        path = normpath(f"{Path(source).parent.as_posix()}/{target}")
+        if (ROOT / path).is_dir():
+            path += "/README.md"
+        inside = PAGES.get(path) or path.removeprefix("docs/")
+        return f"]({relpath(inside, str(Path(page).parent))}{anchor})"
+
+    return re.sub(r"\]\((?!\w+:|#)(?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)", link, text)
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Formulas become MathML, which browsers draw themselves."""
+
+    def mathml(match: re.Match[str]) -> str:
+        block = match["kind"] == "div"
+        return latex2mathml.converter.convert(html.unescape(match["tex"]), display="block" if block else "inline")
+
+    pattern = r'<(?P<kind>span|div) class="arithmatex">\\[(\[](?P<tex>.*?)\\[)\]]</(?P=kind)>'
+    return re.sub(pattern, mathml, content, flags=re.S)
