@@ -148,12 +148,12 @@ def _khatri_rao_gradient(  # type: ignore[no-untyped-def]
             products += g.to(tl.float32) * x
         sums = tl.where((part == j)[:, None], tl.sum(products, axis=0)[None, :], sums)
 
-    place = part[:, None] * rank + column[None, :]
-    inside = (part < count)[:, None] & there[None, :]
-    k = tl.load(small + place, mask=inside, other=0.0)
+    small_place = part[:, None] * rank + column[None, :]
+    small_inside = (part < count)[:, None] & there[None, :]
+    k = tl.load(small + small_place, mask=small_inside, other=0.0)
     by_scale = tl.sum(sums * k, axis=0)
     radial = by_scale * scales  # of every vector's gradient, and taken out of it: see UnitTerms
-    tl.store(d_small + place, sums * scales[None, :] - k * radial[None, :], mask=inside)
+    tl.store(d_small + small_place, sums * scales[None, :] - k * radial[None, :], mask=small_inside)
 
     for start in range(0, size, rows):
         row = start + tl.arange(0, rows)
@@ -165,8 +165,9 @@ def _khatri_rao_gradient(  # type: ignore[no-untyped-def]
                 d + (row * big_step + j * small_step)[:, None] * width + column[None, :], mask=inside, other=0.0
             )
             total += g.to(tl.float32) * tl.load(small + j * rank + column, mask=there, other=0.0)[None, :]
-        place = d_big + row[:, None] * rank + column[None, :]
-        tl.store(place, total * scales[None, :] - x * radial[None, :], mask=inside)
+        tl.store(
+            d_big + row[:, None] * rank + column[None, :], total * scales[None, :] - x * radial[None, :], mask=inside
+        )
     return by_scale
 
 

@@ -183,13 +183,14 @@ def reproduce(
     observers: Sequence[Observer] = (),
     announce: Callable[[str], None] = log.info,
 ) -> list[Job]:
-    """Run what is missing, ``at_once`` seeds of a row sharing the device; returns what is left.
+    """Run what is missing, ``at_once`` runs on the same data sharing the device; returns what is left.
 
     With ``wait`` it stays as long as other processes hold runs, to take over those of one that dies.
     """
     store, options, seeds = Results(results), options or Options(), list(seeds)
     stop = Stop(None if time_limit is None else time.monotonic() + time_limit)
     failed: list[Job] = []
+    mixed = True  # until a group fails: then row by row, so that a bad one costs the others nothing but time
     elsewhere: list[Job] = []
     data: dict[str, ImageSet] = {}
     while not stop:
@@ -203,15 +204,19 @@ def reproduce(
             time.sleep(POLL_SECONDS)
             continue
         first = open_jobs[0]
-        group = [job for job in open_jobs if job.row is first.row][:at_once]
         name = first.config.data
+        group = [job for job in open_jobs if job.row is first.row or (mixed and job.config.data == name)][:at_once]
         data[name] = data.get(name) or load(name, options.data_dir)
         try:
             if not run_group(group, store, work, data[name], options, observers, stop, announce):
                 elsewhere.extend(group)
-        except Exception as error:  # one bad row must not cost the others their turn
-            log.error("%s failed: %s: %s", first.row.key, type(error).__name__, error, exc_info=True)
-            failed.extend(group)
+        except Exception as error:
+            rows = list(dict.fromkeys(job.row.key for job in group))
+            log.error("%s failed: %s: %s", ", ".join(rows), type(error).__name__, error, exc_info=True)
+            if len(rows) > 1:
+                mixed = False
+            else:
+                failed.extend(group)
     if stop:
         announce(f"stopped: {stop.reason}")
     return missing_jobs(keys, seeds, store)
@@ -230,8 +235,8 @@ def run_group(
     """Run these side by side and write a line for each that comes to its end; returns how many were ours to run."""
     with ExitStack() as stack:
         mine = [job for job in group if stack.enter_context(store.claim(job))]
-        if mine:
-            announce(f"{mine[0].row.key}: seeds {', '.join(str(job.seed) for job in mine)}")
+        for key in dict.fromkeys(job.row.key for job in mine):
+            announce(f"{key}: seeds {', '.join(str(job.seed) for job in mine if job.row.key == key)}")
         runs: list[tuple[Trainer, RunFolder]] = []
         for job in mine:
             folder = job.folder(work)

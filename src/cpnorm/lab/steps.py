@@ -184,13 +184,21 @@ class Step:
         # Compiling takes longer than it saves in a short run, and for the last, smaller batch of each epoch.
         steps = self.config.epochs * len(self.order) // self.config.batch_size
         plain = size != self.config.batch_size or steps < COMPILE_FROM_STEPS
-        for kind, loss in (("compiled, captured", compiled_loss()), ("captured", batch_loss))[plain:]:
+        ways = (
+            ("compiled, captured, weights ahead", compiled_loss(), compiled_rebuild()),
+            ("compiled, captured", compiled_loss(), None),
+            ("captured, weights ahead", batch_loss, rebuilt_weight),
+            ("captured", batch_loss, None),
+        )
+        for kind, loss, rebuild in ways[2 * plain :]:
+            if rebuild is not None and not cpnorm.canonical_layers(self.model):
+                continue
             before = self._snapshot()
             try:
                 with torch.cuda.stream(self._stream):
-                    rebuild = rebuilt_weight if loss is batch_loss else compiled_rebuild()
-                    images = normalize(self.data.train_images[:size], *self.recipe[:2], torch.float32)
-                    self.ahead = WeightsAhead(rebuilding_layers(self.model, images), self.precision, rebuild)
+                    if rebuild is not None:
+                        images = normalize(self.data.train_images[:size], *self.recipe[:2], torch.float32)
+                        self.ahead = WeightsAhead(rebuilding_layers(self.model, images), self.precision, rebuild)
                     for _ in range(WARM_UP_STEPS):
                         self._take(size, loss)
                         self.cursor.zero_()
