@@ -28,12 +28,17 @@ INTERPRETERS ?= python3.11 python3.12 python3.13
 test-package: $(VENV)/dev.stamp
 	tests/package.sh $(BIN)/python $(INTERPRETERS)
 
+# Ten minutes on two quiet cores. Threads that share a core by accident spoil every timing.
+BENCHMARKS := training_step scaling plan decompose inference startup
 bench: $(VENV)/dev.stamp
-	set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script; done
+	set -e; export OMP_PROC_BIND=true; for name in $(BENCHMARKS); do \
+	    echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
+	$(BIN)/python benchmarks/table.py
 
 bench-gpu: $(VENV)/dev.stamp
-	set -e; for script in $$(grep -l -e --device benchmarks/*.py); do \
-	    echo "== $$script"; $(BIN)/python $$script --device cuda; done
+	set -e; for name in $(filter-out startup,$(BENCHMARKS)); do \
+	    echo "== $$name"; $(BIN)/python benchmarks/$$name.py --device cuda; done
+	$(BIN)/python benchmarks/table.py
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

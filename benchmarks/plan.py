@@ -4,7 +4,8 @@ Everywhere in the sweep; the worst case counts, and beside it how many keep with
 
 Layers of the AlexNet-like network x rank (1/16 to all of the exact rank) x batch x training or inference. Both paths
 are timed in turns; the regret is the time of the chosen path over that of the faster one. `--fit` looks for the two
-constants of the model (FLOPs per byte, price of depthwise FLOPs) with the least mean log regret over the sweep.
+constants of the model (FLOPs per byte, price of depthwise FLOPs) with the least mean log regret over the sweep. On a
+GPU the passes are captured, in bf16 and channels last, as the lab trains.
 
     python benchmarks/plan.py [--device cuda] [--fit]
 """
@@ -12,6 +13,7 @@ constants of the model (FLOPs per byte, price of depthwise FLOPs) with the least
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -38,16 +40,22 @@ SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
 def measure(layer: cpnorm.CPLayer, x: torch.Tensor, training: bool, rounds: int) -> dict[str, list[float]]:
     def run(path: str) -> None:
         layer.path = path
-        if training:
-            layer(x).sum().backward()
-        else:
-            with torch.no_grad():
-                layer(x)
+        with torch.autocast("cuda", torch.bfloat16, enabled=x.is_cuda, cache_enabled=False):
+            if not training:
+                with torch.no_grad():
+                    layer(x)
+                return
+            layer.zero_grad(set_to_none=True)
+            x.grad = None
+            y = layer(x)
+        y.backward(torch.ones_like(y))
 
-    once = timing.interleaved({path: lambda path=path: run(path) for path in PATHS}, 1)
+    device = "cuda" if x.is_cuda else "cpu"
+    runs = {path: timing.captured(partial(run, path), device) for path in PATHS}
+    once = timing.interleaved(runs, 1)
     calls = max(1, round(LEAST_SECONDS / min(once[path][0] for path in PATHS)))  # short ones take several calls
-    runs = {path: lambda path=path: [run(path) for _ in range(calls)] for path in PATHS}
-    return {path: [value / calls for value in values] for path, values in timing.interleaved(runs, rounds, 0).items()}
+    turns = {path: lambda one=runs[path]: [one() for _ in range(calls)] for path in PATHS}
+    return {path: [value / calls for value in values] for path, values in timing.interleaved(turns, rounds, 0).items()}
 
 
 def regret(row: dict[str, Any]) -> timing.Spread:
@@ -80,6 +88,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for (name, (plain, shape)), batch, share in product(LAYERS.items(), args.batches, SHARES):
         x = torch.randn(batch, *shape, device=args.device)
+        x = x.contiguous(memory_format=torch.channels_last) if x.is_cuda and x.ndim == 4 else x
         fresh: Any = type(plain)(*(plain.weight.shape[1], plain.weight.shape[0]), *_rest(plain)).to(args.device)
         rank = max(1, round(share * math.prod(plain.weight.shape) / max(plain.weight.shape)))
         layer = cpnorm.canonical_norm(fresh, rank, "kaiming_normal")

@@ -1,0 +1,124 @@
+"""docs/benchmarks.md from the records in benchmarks/results: figures on that page are made, not typed.
+
+python benchmarks/table.py          # the page, and the plots it shows
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks.md"
+SCRIPTS = ("training_step", "scaling", "plan", "decompose", "inference", "startup")  # in the order of the page
+
+HEAD = """# Benchmarks
+
+<!-- Made by benchmarks/table.py from benchmarks/results; do not edit. -->
+
+What is claimed about speed, what was measured, and how to measure it again: `make bench` (CPU, ten minutes on two quiet
+cores) and `make bench-gpu`. Every ratio was taken inside one run in which the competitors took turns; what stands here
+is the median over the turns, with the smallest and the largest in brackets. A machine whose load is above the threads
+of the benchmark was busy with other things too: then ratios still mean something, times do not.
+"""
+
+
+def page(results: Path = RESULTS) -> str:
+    """The whole page as Markdown."""
+    records = [(path.stem, json.loads(path.read_text())) for path in _in_order(results)]
+    summary = [
+        {
+            "claim": f"[{claim['claim']}](#{_anchor(_heading(name, record))})",
+            "on": _on(name, record),
+            "target": claim["target"],
+            "measured": _with_spread(claim["measured"], claim["unit"]),
+            "": "met" if claim["met"] else "**not met**",
+        }
+        for name, record in records
+        for claim in record["claims"]
+    ]
+    parts = [HEAD, *_table(summary)]
+    for name, record in records:
+        parts += ["", *_section(name, record)]
+    return "\n".join(parts) + "\n"
+
+
+def _in_order(results: Path) -> Iterable[Path]:
+    for script in SCRIPTS:
+        for device in ("cpu", "cuda"):
+            if (path := results / f"{script}_{device}.json").exists():
+                yield path
+
+
+def _section(name: str, record: Mapping[str, Any]) -> list[str]:
+    machine = record["machine"]
+    versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
+    hardware = machine["gpu"] if name.endswith("_cuda") else f"{machine['cpu']}, {machine['threads']} of its threads"
+    lines = [
+        f"## {_heading(name, record)}",
+        "",
+        f"`{record['command']}`",
+        "",
+        f"{hardware}; load {machine['load']}; {versions}; {record['date']}, commit {record['commit']}.",
+    ]
+    lines += [f"Left out: {peer}, {reason}." for peer, reason in record["left_out"].items()]
+    for file, caption in record["plots"].items():
+        lines += ["", f"![{caption}](assets/{file})"]
+    for caption, rows in record["tables"].items():
+        lines += ["", f"**{caption[0].upper()}{caption[1:]}**", "", *_table(rows)]
+    return lines
+
+
+def _on(name: str, record: Mapping[str, Any]) -> str:
+    return record["machine"]["gpu"] if name.endswith("_cuda") else "CPU"
+
+
+def _heading(name: str, record: Mapping[str, Any]) -> str:
+    return f"{record['title']}: {_on(name, record)}"
+
+
+def _anchor(heading: str) -> str:
+    """As Markdown readers make it: small letters, digits and hyphens."""
+    return "".join(c for c in heading.lower().replace(" ", "-") if c.isalnum() or c in "-_")
+
+
+def _table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    rows = list(rows)
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    return lines + [f"| {' | '.join(_cell(column, row.get(column, '–')) for column in columns)} |" for row in rows]
+
+
+def _cell(column: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        if "median" not in value:
+            return ", ".join(f"{key} {_number(one)}" for key, one in value.items())
+        return _number(value["median"]) if column.endswith("ms") else _with_spread(value)
+    return _number(value)
+
+
+def _with_spread(spread: Mapping[str, float], unit: str = "") -> str:
+    median, low, high = (_number(spread[key]) for key in ("median", "min", "max"))
+    shown = f"{median}{unit}" if unit in ("", "×") else f"{median} {unit}"
+    return shown if low == high else f"{shown} ({low} to {high})"
+
+
+def _number(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def main() -> None:
+    PAGE.write_text(page())
+    print(f"written to {PAGE}")
+    if any(RESULTS.glob("scaling_*.json")):
+        import scaling
+
+        scaling.draw_all()
+
+
+if __name__ == "__main__":
+    main()
