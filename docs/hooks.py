@@ -49,6 +49,7 @@ def moved(text: str, source: str, page: str) -> str:
         inside = PAGES.get(path) or path.removeprefix("docs/")
         return f"]({relpath(inside, str(Path(page).parent))}{anchor})"
 
+    text = text.replace(r"\~", "~")  # an escape that GitHub needs and this Markdown does not know
     return re.sub(r"\]\((?!\w+:|#)(?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)", link, text)
 
 

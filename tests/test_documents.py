@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import cpnorm
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -88,6 +90,12 @@ def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
     code = "from nbclient.cli import main; main()"
     subprocess.run([sys.executable, "-c", code, "--inplace", str(copy)], check=True)
     assert any(cell.get("outputs") for cell in json.loads(copy.read_text())["cells"])
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs/api.md").read_text()
+    named = set(re.findall(r"^::: cpnorm\.(?:\w+\.)?(\w+)$", text, re.M)) | set(re.findall(r"`(CP\w+)`", text))
+    assert named >= set(cpnorm.__all__) - {"__version__"}
 
 
 def test_the_tutorials_notebook_has_the_tutorials_code() -> None:
