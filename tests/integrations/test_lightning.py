@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import cpnorm
+from cpnorm.integrations import one_process
 from integrations.small import STEPS, batches, has_unit_columns, largest_difference, network, sgd, trained
 
 lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install 'cpnorm[lightning]'")
@@ -31,13 +32,15 @@ class Module(lightning.LightningModule):
         return sgd(self)
 
 
-def fit(folder: Path, callback: CanonicalCallback, epochs: int = 1, **options: Any) -> tuple[Module, Any]:
+def fit(
+    folder: Path, callback: CanonicalCallback, epochs: int = 1, ckpt_path: Path | None = None, **options: Any
+) -> tuple[Module, Any]:
     module = Module()
     trainer = lightning.Trainer(
         accelerator="cpu", max_epochs=epochs, logger=False, callbacks=[callback], default_root_dir=folder,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(list(batches()), batch_size=None))
+    trainer.fit(module, DataLoader(list(batches()), batch_size=None), ckpt_path=ckpt_path)
     return module, trainer
 
 
@@ -52,23 +55,24 @@ def test_it_trains_as_a_plain_loop_does_and_logs(tmp_path: Path) -> None:
 
 def test_it_truncates_on_schedule(tmp_path: Path) -> None:
     callback = CanonicalCallback(steps=2, every=2, params=700)
-    module, trainer = fit(tmp_path, callback, epochs=5)
+    module, _ = fit(tmp_path, callback, epochs=5)
     assert sum(p.numel() for p in module.parameters()) <= 700 < sum(p.numel() for p in network().parameters())
     assert callback.gradual is not None
     assert callback.gradual.done
     assert has_unit_columns(module)
     assert all(torch.isfinite(p).all() for p in module.parameters())
 
-    path = tmp_path / "half way.ckpt"
-    callback = CanonicalCallback(steps=2, every=2, params=700)
-    module, trainer = fit(tmp_path, callback, epochs=3)
-    trainer.save_checkpoint(path)
-    assert callback.state_dict()["taken"] == 1
-    again = CanonicalCallback(steps=2, every=2, params=700)
-    again.load_state_dict(torch.load(path, weights_only=False)["callbacks"][callback.state_key])
-    fit(tmp_path, again, epochs=2)
-    assert again.gradual is not None
-    assert again.gradual.taken == 2
+
+def test_it_goes_on_from_a_checkpoint_of_a_truncated_model(tmp_path: Path) -> None:
+    def callback() -> CanonicalCallback:
+        return CanonicalCallback(steps=2, every=2, params=700)
+
+    whole, _ = fit(tmp_path, callback(), epochs=5)
+    _, trainer = fit(tmp_path, callback(), epochs=3)
+    trainer.save_checkpoint(tmp_path / "half way.ckpt")
+    again, _ = fit(tmp_path, callback(), epochs=5, ckpt_path=tmp_path / "half way.ckpt")
+    assert sum(p.numel() for p in again.parameters()) <= 700
+    assert largest_difference(again.state_dict(), whole.state_dict()) < 1e-6
 
 
 def test_steps_are_those_of_the_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,3 +80,8 @@ def test_steps_are_those_of_the_optimizer(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(cpnorm.convert, "renormalize", calls.append)
     fit(tmp_path, CanonicalCallback(), accumulate_grad_batches=2)
     assert len(calls) == STEPS // 2
+
+
+def test_ddp_cannot_follow_a_truncation() -> None:
+    with pytest.raises(ValueError, match="expected one process for a truncation while training, got 2"):
+        one_process(2)

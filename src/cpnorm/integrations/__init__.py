@@ -21,3 +21,9 @@ def scalars(model: nn.Module) -> dict[str, float]:
         numbers[f"lambda_median/{name}"] = sizes.median().item()
         numbers[f"lambda_max/{name}"] = sizes.max().item()
     return numbers
+
+
+def one_process(processes: int) -> None:
+    """DDP keeps the shapes it was built with: a model that loses terms while training must be in one process."""
+    if processes > 1:
+        raise ValueError(f"expected one process for a truncation while training, got {processes}: truncate beforehand")

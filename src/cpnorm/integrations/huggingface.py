@@ -8,9 +8,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
-from cpnorm.convert import renormalize
-from cpnorm.gradual import GradualTruncation
-from cpnorm.integrations import scalars
+from cpnorm import GradualTruncation, renormalize
+from cpnorm.integrations import one_process, scalars
 
 
 class CanonicalCallback(TrainerCallback):
@@ -25,16 +24,14 @@ class CanonicalCallback(TrainerCallback):
         self.gradual: GradualTruncation | None = None
 
     def on_train_begin(self, *_: Any, model: nn.Module, optimizer: Any, **__: Any) -> None:
-        """From here on the optimizer exists."""
         if self.steps is not None:
+            one_process(self.trainer.args.world_size)
             self.gradual = GradualTruncation(model, optimizer, steps=self.steps, **self.budget)
 
     def on_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
-        """Unit vectors again."""
         renormalize(model)
 
     def on_epoch_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
-        """Truncate if there is something left to do, and log."""
         if self.gradual is not None:
             self.gradual.step()
         self.trainer.log(scalars(model))

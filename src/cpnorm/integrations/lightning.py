@@ -6,46 +6,44 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from cpnorm.convert import renormalize_after
-from cpnorm.gradual import GradualTruncation
-from cpnorm.integrations import scalars
+from cpnorm import GradualTruncation, canonical_layers, renormalize_after, truncate
+from cpnorm.integrations import one_process, scalars
 
 
 class CanonicalCallback(Callback):
-    """``Trainer(callbacks=[CanonicalCallback()])`` for a module with canonical layers.
-
-    With ``steps`` and a budget (``params=200_000``, ``rate=0.75``, ... and any other option of ``GradualTruncation``)
-    the model is truncated in that many steps, one at the end of each epoch, or of every so many; the optimizer goes on.
-    """
+    """With ``steps=3, every=2`` and a budget of ``GradualTruncation`` it truncates after epochs 2, 4 and 6."""
 
     def __init__(self, *, steps: int | None = None, every: int = 1, **budget: Any) -> None:
         self.steps, self.every, self.budget = steps, every, budget
         self.gradual: GradualTruncation | None = None
-        self.state: dict[str, Any] = {}
+        self.resumed: dict[str, Any] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        pl_module.register_load_state_dict_pre_hook(_take_ranks)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """From here on the optimizers exist."""
         self.handles = [renormalize_after(optimizer, pl_module) for optimizer in trainer.optimizers]
         if self.steps is not None:
+            one_process(trainer.world_size)
             self.gradual = GradualTruncation(pl_module, trainer.optimizers[0], steps=self.steps, **self.budget)
-            if self.state:
-                self.gradual.load_state_dict(self.state)
+            self.gradual.load_state_dict(self.resumed or self.gradual.state_dict())
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Truncate if it is time, and log."""
         if self.gradual is not None and (trainer.current_epoch + 1) % self.every == 0:
             self.gradual.step()
         pl_module.log_dict(scalars(pl_module))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The optimizer may go on without us."""
         for handle in self.handles:
             handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the truncation is."""
         return self.gradual.state_dict() if self.gradual is not None else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there when the training starts."""
-        self.state = state_dict
+        self.resumed = state_dict
+
+
+def _take_ranks(model: LightningModule, state: dict[str, Any], *_: Any) -> None:
+    """A checkpoint of a truncated model fits one of its ranks; which terms these are does not matter."""
+    truncate(model, ranks={name: len(state[f"{name}.lambdas"]) for name in canonical_layers(model)})
