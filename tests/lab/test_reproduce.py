@@ -9,6 +9,8 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,15 +19,26 @@ from cpnorm.lab import beyond, paper, reproduce
 from cpnorm.lab.config import Config
 from cpnorm.lab.paper import Compression, Row, Table
 from cpnorm.lab.reproduce import Job, Results, all_rows, all_tables, expected_seconds, find_tables, missing_jobs
+from tiny_queue import write_data
 
 TINY = Config(
-    model="lenet", data="digits", rank=2, init="kaiming_normal", optimizer="adam", epochs=1, batch_size=256, modes=True
+    model="lenet", data="mnist", rank=2, init="kaiming_normal", optimizer="adam", epochs=1, batch_size=256, modes=True
 )
 BASE = Row("tiny/base", "base", TINY, None)
 CUT = Row(
     "tiny/cut", "cut", TINY, None, starts_from="tiny/base", compression=Compression(0.5, 0.001, epochs=1, start="same")
 )
 TABLE = Table("tiny", "Tiny", "", rows=(BASE, CUT))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A few digits, for this process and those it starts."""
+    folder = tmp_path_factory.mktemp("data")
+    write_data(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CPNORM_DATA", str(folder))
+        yield
 
 
 @pytest.fixture
@@ -105,11 +118,41 @@ def test_a_claimed_job_is_left_to_its_owner(tmp_path: Path, tiny: None) -> None:
     assert Job(BASE, 0) in left
 
 
+def test_cuts_wait_for_the_networks_they_start_from(tmp_path: Path, tiny: None) -> None:
+    with Results(tmp_path / "results").claim(Job(BASE, 0)):
+        assert [str(job) for job in run(tmp_path)] == ["tiny/base, seed 0", "tiny/cut, seed 0"]
+    assert run(tmp_path) == []
+
+
+def test_a_network_that_another_process_trains_is_waited_for(
+    tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, seeds=1)
+    path = tmp_path / "results/tiny.jsonl"
+    path.write_text(path.read_text().splitlines()[0] + "\n")
+    base = Job(BASE, 0)
+    waited: list[float] = []
+    with ExitStack() as other:
+        other.enter_context(base.folder(tmp_path / "elsewhere").claimed(base.config))
+        monkeypatch.setattr(time, "sleep", lambda seconds: (waited.append(seconds), other.close()))
+        left = reproduce.reproduce(["tiny"], seeds=[0], results=tmp_path / "results", work=tmp_path / "elsewhere")
+    assert (left, len(waited)) == ([], 1)
+
+
+def test_a_process_that_waits_takes_over_what_others_leave(
+    tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as other:
+        other.enter_context(Results(tmp_path / "results").claim(Job(BASE, 0)))
+        monkeypatch.setattr(time, "sleep", lambda _: other.close())
+        assert run(tmp_path, seeds=1, wait=True) == []
+
+
 SCRIPT = """
     import sys
     from pathlib import Path
     from cpnorm.lab import paper, reproduce
-    sys.path.insert(0, {here!r})
+    sys.path[:0] = {here!r}
     from test_reproduce import TABLE
     reproduce.all_tables = lambda: {{"tiny": TABLE}}
     paper.row = lambda key: {{row.key: row for row in TABLE.rows}}[key]
@@ -119,7 +162,7 @@ SCRIPT = """
 
 
 def start(folder: Path, work: str) -> subprocess.Popen:
-    code = textwrap.dedent(SCRIPT.format(here=str(Path(__file__).parent)))
+    code = textwrap.dedent(SCRIPT.format(here=[str(Path(__file__).parent), str(Path(__file__).parent.parent)]))
     return subprocess.Popen([sys.executable, "-c", code, str(folder), work], env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
@@ -140,6 +183,7 @@ def test_a_killed_queue_goes_on(tmp_path: Path, tiny: None) -> None:
     process = start(tmp_path, "work")
     deadline = time.monotonic() + 120
     while not (tmp_path / "results/tiny.jsonl").exists() and time.monotonic() < deadline:
+        assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=60)
