@@ -17,7 +17,10 @@ from integrations.small import STEPS, batches, has_unit_columns, largest_differe
 lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install 'cpnorm[lightning]'")
 from cpnorm.integrations.lightning import CanonicalCallback  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*(num_workers|log_every_n_steps|pytree|tensorboardX|isinstance).*")
+pytestmark = [  # its own, and those of the torch it meets
+    pytest.mark.filterwarnings("ignore:.*(num_workers|log_every_n_steps|isinstance).*"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 
 class Module(lightning.LightningModule):

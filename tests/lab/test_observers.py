@@ -15,9 +15,10 @@ import cpnorm
 from cpnorm.lab import observers
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet
-from cpnorm.lab.train import Trainer, drive, fit
+from cpnorm.lab.train import Options, Trainer, drive, fit
 
 CONFIG = Config(model="lenet", data="digits", init="kaiming_normal", rank=3, epochs=2, batch_size=32, lr=0.01)
+HERE = Options(device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def test_tensorboard(tmp_path: Path, data: ImageSet) -> None:
     pytest.importorskip("tensorboard", reason="needs tensorboard: pip install 'cpnorm[tensorboard]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    trainer = fit(CONFIG, data=data, observers=[observers.tensorboard(tmp_path)])
+    trainer = fit(CONFIG, data=data, options=HERE, observers=[observers.tensorboard(tmp_path)])
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     name, layer = next(iter(cpnorm.canonical_layers(trainer.model).items()))
     assert [event.step for event in events.Scalars(f"sigma/{name}")] == [1, 2]
@@ -95,7 +96,7 @@ class StandIn:
 def test_the_calls_that_are_made(package: str, tmp_path: Path, data: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = StandIn()
     monkeypatch.setitem(sys.modules, package, stand_in)  # type: ignore[arg-type]
-    trainer = fit(CONFIG, data=data, observers=[observers.OBSERVERS[package](tmp_path)])
+    trainer = fit(CONFIG, data=data, options=HERE, observers=[observers.OBSERVERS[package](tmp_path)])
     name, layer = next(iter(cpnorm.canonical_layers(trainer.model).items()))
     assert list(stand_in.logged) == [1, 2]
     assert stand_in.logged[2]["test_accuracy"] == trainer.history[-1]["test_accuracy"]
@@ -107,7 +108,7 @@ def test_the_calls_that_are_made(package: str, tmp_path: Path, data: ImageSet, m
 
 def half_way(data: ImageSet, observer: Any) -> Trainer:
     """A run that is left after one epoch and gone on with by another process, as far as the observer can tell."""
-    trainer = Trainer(CONFIG, data)
+    trainer = Trainer(CONFIG, data, HERE)
     for epoch_done in trainer.run():
         if epoch_done:
             observer(trainer, trainer.history[-1])
@@ -123,7 +124,7 @@ def test_mlflow_for_real(tmp_path: Path, data: ImageSet, monkeypatch: pytest.Mon
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # which it would rather not have
     state = half_way(data, observers.mlflow(tmp_path)).state()
-    trainer = Trainer(CONFIG, data)
+    trainer = Trainer(CONFIG, data, HERE)
     trainer.load_state(state)
     drive([(trainer, None)], observers=[observers.mlflow(tmp_path)])
     client = MlflowClient()
@@ -140,7 +141,7 @@ def test_mlflow_for_real(tmp_path: Path, data: ImageSet, monkeypatch: pytest.Mon
 def test_wandb_for_real(tmp_path: Path, data: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DATA_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(key, value)
-    trainer = fit(CONFIG, data=data, observers=[observers.wandb(tmp_path)])
+    trainer = fit(CONFIG, data=data, options=HERE, observers=[observers.wandb(tmp_path)])
     (log,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     name, _ = next(iter(cpnorm.canonical_layers(trainer.model).items()))
     text = log.read_bytes()
