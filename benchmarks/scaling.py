@@ -11,7 +11,6 @@ in bf16, so that kernels are timed and not their launches; there the peak of mem
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import statistics
@@ -67,6 +66,8 @@ def one_pass(model: nn.Module, x: torch.Tensor) -> None:
 
 def peak_megabytes(model: nn.Module, x: torch.Tensor) -> float:
     """Allocated at most during an eager pass, the parameters with it."""
+    one_pass(model, x)  # libraries take their workspaces the first time
+    model.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() - sum(p.nbytes for p in model.parameters())
@@ -97,12 +98,12 @@ def measure(share: float, batch: int, width: float, device: str, rounds: int) ->
     """One point of the sweep."""
     x = torch.randn(batch, 3, 32, 32, device=device)
     x = x.contiguous(memory_format=torch.channels_last) if x.is_cuda else x
-    plain = network(width).to(device)
     runs: dict[str, Callable[[], Any]] = {}
     costs: dict[str, float] = {}
     memory: dict[str, float] = {}
     for name in ("plain", *PATHS):
-        model = plain if name == "plain" else canonical_norm(copy.deepcopy(plain), share, "kaiming_normal")
+        model = network(width).to(device)
+        model = model if name == "plain" else canonical_norm(model, share, "kaiming_normal")
         for layer in canonical_layers(model).values():
             layer.path = PATHS[name]
         if name == "planned":

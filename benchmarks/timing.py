@@ -67,6 +67,7 @@ def captured(run: Callable[[], Any], device: str) -> Callable[[], Any]:
     if device == "cpu":
         return run
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             run()

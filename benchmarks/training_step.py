@@ -74,7 +74,8 @@ def trainer(method: str, batch: int, data: ImageSet, device: str, *, compile: bo
 def steps(made: list[Trainer], count: int) -> None:
     """So many steps of each, taken in turns."""
     for t in made:
-        t.step.begin_epoch(0)
+        with t.step.stream():
+            t.step.begin_epoch(0)
     for batch in range(count):
         for t in made:
             with t.step.stream():

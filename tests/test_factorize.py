@@ -317,9 +317,9 @@ def test_the_fastest_form_and_layout_win(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     choice = choose_forms(network(), image(64))
     assert len(races) == 7  # four layers; the two convolutions once more, channels last; the whole
-    assert races[-1] == {("baseline", False), *((kind, last) for kind in ("dense", "chosen") for last in (False, True))}
     assert not choice.channels_last
-    assert forms_in(choice)[:2] == ["dense", "dense"]  # in this layout no chain was faster
+    assert set(forms_in(choice)) == {"dense"}  # in this layout no chain was faster, so that "chosen" is dense too
+    assert races[-1] == {("baseline", False), ("chosen", False), ("chosen", True), ("dense", True)}
     assert choice.seconds == {"dense": 9.0, "chosen": 6.0}
 
     timed_by(

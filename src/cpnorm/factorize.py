@@ -242,10 +242,11 @@ def _race_models(
     if whole_dense:
         reason = "the model as a whole is faster dense"
         for layout, layers in picks.items():
-            options["dense", layout] = {
-                name: pick if pick.form == "dense" else replace(pick, form="dense", reason=reason)
-                for name, pick in layers.items()
-            }
+            if any(pick.form != "dense" for pick in layers.values()):
+                options["dense", layout] = {
+                    name: pick if pick.form == "dense" else replace(pick, form="dense", reason=reason)
+                    for name, pick in layers.items()
+                }
     runs = {}
     for (kind, layout), layers in options.items():
         forms = {name: layer.form for name, layer in layers.items()}
