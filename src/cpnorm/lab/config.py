@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
 Rank = int | float | str | Mapping[str, int | float | str]
+
+
+KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {  # of settings: in words, and whether a value is one
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    int: ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    float: ("a number", lambda value: isinstance(value, int | float) and math.isfinite(value)),
+}
 
 
 @dataclass(frozen=True)
@@ -43,13 +51,17 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(Config).items():
-            choices = get_args(kind)
-            if choices and all(isinstance(c, str) for c in choices) and getattr(self, name) not in choices:
-                raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+            choices, value = get_args(kind), getattr(self, name)
+            if choices and all(isinstance(c, str) for c in choices) and value not in choices:
+                raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {value!r}")
+            if kind in KINDS and not KINDS[kind][1](value):
+                raise ValueError(f"expected {name} to be {KINDS[kind][0]}, got {value!r}")
+        if isinstance(self.skip, str) or not all(isinstance(name, str) for name in self.skip):
+            raise ValueError(f"expected skip to be names of layers, got {self.skip!r}")
         for name, low in {"epochs": 0, "batch_size": 1, "seed": 0, "warmup": 0, "validation": 0}.items():
             if getattr(self, name) < low:
                 raise ValueError(f"expected {name} >= {low}, got {getattr(self, name)}")
-        if not 0 < self.lr < float("inf"):
+        if not self.lr > 0:
             raise ValueError(f"expected a learning rate > 0, got {self.lr}")
         object.__setattr__(self, "skip", tuple(self.skip))
 

@@ -6,6 +6,7 @@ import copy
 import fcntl
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,7 @@ from cpnorm.lab import beyond, models, paper
 from cpnorm.lab.compression import Cut, identity, start
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet, load
+from cpnorm.lab.jsonfiles import parse_object, read_lines, whole_lines
 from cpnorm.lab.paper import Compression, Row, Table
 from cpnorm.lab.runs import InUseError, RunFolder, environment
 from cpnorm.lab.train import Observer, Options, Stop, Trainer, drive
@@ -104,15 +106,8 @@ class Results:
         folder.mkdir(parents=True, exist_ok=True)
 
     def lines(self) -> list[dict[str, Any]]:
-        """All of them; a broken line is an error that names it."""
-        out = []
-        for path in sorted(self.folder.glob("*.jsonl")):
-            for number, text in enumerate(path.read_text().splitlines(), 1):
-                try:
-                    out.append(json.loads(text))
-                except ValueError as error:
-                    raise ValueError(f"{path}, line {number}: {error}") from error
-        return out
+        """All of them; a broken line is an error that names it, but for one that a killed process left unfinished."""
+        return [line for path in sorted(self.folder.glob("*.jsonl")) for line in read_lines(path)]
 
     def done(self) -> dict[tuple[str, int], dict[str, Any]]:
         """By row and seed."""
@@ -121,14 +116,26 @@ class Results:
     def append(self, line: dict[str, Any]) -> None:
         """Whole and once, whatever other processes do meanwhile."""
         path = self.folder / f"{line['table']}.jsonl"
-        with path.open("a+b") as file:
+        with path.open("a+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
-            there = {(old["row"], old["seed"]) for old in map(json.loads, file.read().splitlines())}
-            if (line["row"], line["seed"]) in there:
+            content = file.read()
+            there = [parse_object(text) for text in whole_lines(content) if text.strip()]
+            if (line["row"], line["seed"]) in {(old["row"], old["seed"]) for old in there}:
                 return
-            file.write((json.dumps(line) + "\n").encode())
-            file.flush()
+            kept = b"\n".join(whole_lines(content))
+            ended = kept + b"\n" if kept else b""
+            if content != ended:  # the last line lacks its end, or half a line follows it
+                file.truncate(len(kept))
+                file.write(ended[len(kept) :])
+            rest = (json.dumps(line) + "\n").encode()
+            try:
+                while rest:
+                    rest = rest[file.write(rest) :]
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(len(ended))  # of a line that does not fit on the disk nothing is left
+                raise
 
     @contextmanager
     def claim(self, job: Job) -> Iterator[bool]:

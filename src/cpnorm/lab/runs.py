@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import subprocess
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -19,6 +20,7 @@ from torch import nn
 
 import cpnorm
 from cpnorm.lab.config import Config
+from cpnorm.lab.jsonfiles import read_lines, read_object
 
 
 class RunError(RuntimeError):
@@ -51,6 +53,8 @@ class RunFolder:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise InUseError(f"{self.path} is in use by another process") from error
+            for leftover in (*self.path.glob(".*.tmp"), *self.path.glob(".*.part")):  # of a process that was killed
+                leftover.unlink(missing_ok=True)
             settings = {**config.to_json(), **({"compress": extra} if extra else {})}
             if (self / "config.json").exists():
                 self._check_same(settings)
@@ -73,7 +77,10 @@ class RunFolder:
             raise RunError(f"{self.path} holds no run: config.json is missing")
         values = read_json(self / "config.json")
         values.pop("compress", None)
-        return Config.from_json(values)
+        try:
+            return Config.from_json(values)
+        except ValueError as error:
+            raise RunError(f"{self / 'config.json'}: {error}") from error
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         """Everything needed to go on, bit for bit."""
@@ -87,6 +94,7 @@ class RunFolder:
         if not path.exists():
             return None
         try:
+            _refuse_packed(path)
             return torch.load(path, map_location=device, weights_only=True)
         except Exception as error:
             raise RunError(f"{path} cannot be read: {type(error).__name__}: {str(error).splitlines()[0]}") from error
@@ -98,7 +106,10 @@ class RunFolder:
     def metrics(self) -> list[dict[str, Any]]:
         """The epochs so far."""
         path = self / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        try:
+            return read_lines(path) if path.exists() else []
+        except (OSError, ValueError) as error:
+            raise RunError(f"{path} cannot be read: {error}") from error
 
     def finish(self, model: nn.Module, record: dict[str, Any]) -> None:
         """The trained model and the record of the run; the checkpoint is no longer needed."""
@@ -162,9 +173,20 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, (json.dumps(value, indent=1) + "\n").encode())
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path) -> dict[str, Any]:
     """With an error that names the file."""
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read: {error}") from error
+        return read_object(path)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+
+
+def _refuse_packed(path: Path) -> None:
+    """torch packs nothing: a file that says it unpacks to more than it holds would only take all memory."""
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+    if (
+        any(m.compress_type != zipfile.ZIP_STORED for m in members)
+        or sum(m.file_size for m in members) > path.stat().st_size
+    ):
+        raise ValueError("it claims to hold more than its own size")

@@ -320,7 +320,11 @@ def drive(
     active: list[tuple[Trainer, RunFolder | None, Iterator[bool]]] = []
     for trainer, folder in runs:
         if folder and (state := folder.load_checkpoint(trainer.device)):
-            trainer.load_state(state)
+            try:
+                trainer.load_state(state)
+            except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+                text = f"{folder / 'checkpoint.pt'} does not fit this run: {type(error).__name__}: {error}"
+                raise RunError(" ".join(text.split())[:400]) from error
         active.append((trainer, folder if trainer.rank == 0 else None, trainer.run()))
     saved = time.monotonic()
     with stop.listening():

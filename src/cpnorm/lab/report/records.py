@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from cpnorm.lab.jsonfiles import parse_object, read_bytes, whole_lines
 
 
 class RecordError(ValueError):
@@ -75,11 +76,11 @@ def read_results(folder: str | Path) -> Records:
     runs: dict[tuple[str, int], Run] = {}
     records = Records()
     for path in sorted(folder.glob("*.jsonl")):
-        for number, text in enumerate(path.read_bytes().split(b"\n"), 1):
+        for number, text in enumerate(whole_lines(read_bytes(path)), 1):
             if not text.strip():
                 continue
             try:
-                line = _parse(text)
+                line = parse_object(text)
                 if "rank" in line and "final" not in line:
                     estimate = _estimate(line)
                     records.ranks[estimate.table, estimate.layer] = estimate
@@ -94,16 +95,6 @@ def read_results(folder: str | Path) -> Records:
         records.runs.setdefault(key[0], []).append(runs[key])
     records.explanations = _explanations(folder / "explanations.json")
     return records
-
-
-def _parse(text: bytes) -> dict[str, Any]:
-    try:
-        line = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"not JSON: {error}") from error
-    if not isinstance(line, dict):
-        raise ValueError(f"expected an object, got {type(line).__name__}")
-    return line
 
 
 def _run(line: dict[str, Any]) -> Run:
@@ -158,7 +149,7 @@ def _explanations(path: Path) -> dict[str, str]:
     if not path.exists():
         return {}
     try:
-        values = _parse(path.read_bytes())
+        values = parse_object(read_bytes(path))
     except ValueError as error:
         raise RecordError(f"{path}: {error}") from error
     if bad := [key for key, value in values.items() if not isinstance(value, str)]:
