@@ -129,68 +129,91 @@ def _products(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _khatri_rao_gradient(  # type: ignore[no-untyped-def]
-    d, big, small, scales, d_big, d_small, size, rank, width, big_step, small_step,
-    count: tl.constexpr, padded: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    d, big, small, scales, d_big, sums, block, size, rank, width, big_step, small_step,
+    count: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * columns + tl.arange(0, columns)
-    there = column < rank
-    part = tl.arange(0, padded)
-    sums = tl.zeros([padded, columns], tl.float32)  # over the rows of the big factor
+    row = block * rows + tl.arange(0, rows)
+    inside = (row < size)[:, None] & (column < rank)[None, :]
+    x = tl.load(big + row[:, None] * rank + column[None, :], mask=inside, other=0.0)
+    total = tl.zeros([rows, columns], tl.float32)
     for j in tl.static_range(count):
-        products = tl.zeros([rows, columns], tl.float32)
-        for start in range(0, size, rows):
-            row = start + tl.arange(0, rows)
-            inside = (row < size)[:, None] & there[None, :]
-            g = tl.load(
-                d + (row * big_step + j * small_step)[:, None] * width + column[None, :], mask=inside, other=0.0
-            )
-            x = tl.load(big + row[:, None] * rank + column[None, :], mask=inside, other=0.0)
-            products += g.to(tl.float32) * x
-        sums = tl.where((part == j)[:, None], tl.sum(products, axis=0)[None, :], sums)
-
-    small_place = part[:, None] * rank + column[None, :]
-    small_inside = (part < count)[:, None] & there[None, :]
-    k = tl.load(small + small_place, mask=small_inside, other=0.0)
-    by_scale = tl.sum(sums * k, axis=0)
-    radial = by_scale * scales  # of every vector's gradient, and taken out of it: see UnitTerms
-    tl.store(d_small + small_place, sums * scales[None, :] - k * radial[None, :], mask=small_inside)
-
-    for start in range(0, size, rows):
-        row = start + tl.arange(0, rows)
-        inside = (row < size)[:, None] & there[None, :]
-        x = tl.load(big + row[:, None] * rank + column[None, :], mask=inside, other=0.0)
-        total = tl.zeros([rows, columns], tl.float32)
-        for j in tl.static_range(count):
-            g = tl.load(
-                d + (row * big_step + j * small_step)[:, None] * width + column[None, :], mask=inside, other=0.0
-            )
-            total += g.to(tl.float32) * tl.load(small + j * rank + column, mask=there, other=0.0)[None, :]
-        tl.store(
-            d_big + row[:, None] * rank + column[None, :], total * scales[None, :] - x * radial[None, :], mask=inside
-        )
-    return by_scale
+        place = (row * big_step + j * small_step)[:, None] * width + column[None, :]
+        g = tl.load(d + place, mask=inside, other=0.0).to(tl.float32)
+        k = tl.load(small + j * rank + column, mask=column < rank, other=0.0)
+        total += g * k[None, :]
+        tl.store(sums + (block * count + j) * rank + column, tl.sum(g * x, axis=0), mask=column < rank)
+    tl.store(d_big + row[:, None] * rank + column[None, :], total * scales[None, :], mask=inside)
 
 
 @triton.jit
 def _gradients(  # type: ignore[no-untyped-def]
-    sigma, lambdas, a, b, k1, k2, d_left, d_right, by_scale, d_lambdas, d_a, d_b, d_k1, d_k2,
-    outputs, inputs, rank, width,
-    n1: tl.constexpr, n2: tl.constexpr, padded1: tl.constexpr, padded2: tl.constexpr,
-    rows: tl.constexpr, columns: tl.constexpr,
+    sigma, lambdas, a, b, k1, k2, d_left, d_right, d_a, d_b, sums1, sums2, outputs, inputs, rank, width,
+    n1: tl.constexpr, n2: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * columns + tl.arange(0, columns)
-    if tl.program_id(1) == 0:
-        scale = tl.load(sigma)
-        scales = scale * tl.load(lambdas + column, mask=column < rank, other=0.0)
-        found = _khatri_rao_gradient(
-            d_left, a, k1, scales, d_a, d_k1, outputs, rank, width, n1, 1, n1, padded1, rows, columns
-        )
-        tl.store(by_scale + column, found, mask=column < rank)
-        tl.store(d_lambdas + column, found * scale, mask=column < rank)
+    block = tl.program_id(1)
+    blocks = tl.cdiv(outputs, rows)
+    if block < blocks:
+        scales = tl.load(sigma) * tl.load(lambdas + column, mask=column < rank, other=0.0)
+        _khatri_rao_gradient(d_left, a, k1, scales, d_a, sums1, block, outputs, rank, width, n1, 1, n1, rows, columns)
     else:
         ones = tl.full([columns], 1.0, tl.float32)
         _khatri_rao_gradient(
-            d_right, b, k2, ones, d_b, d_k2, inputs, rank, width, 1, inputs, n2, padded2, rows, columns
+            d_right, b, k2, ones, d_b, sums2, block - blocks, inputs, rank, width, 1, inputs, n2, rows, columns
+        )
+
+
+@triton.jit
+def _less_radial_part(  # type: ignore[no-untyped-def]
+    big, small, scales, d_big, d_small, sums, block, size, rank,
+    count: tl.constexpr, padded: tl.constexpr, blocks: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    there = column < rank
+    part = tl.arange(0, padded)
+    piece = tl.arange(0, blocks)
+    offset = (piece[:, None, None] * count + part[None, :, None]) * rank + column[None, None, :]
+    known = (piece * rows < size)[:, None, None] & (part < count)[None, :, None] & there[None, None, :]
+    total = tl.sum(tl.load(sums + offset, mask=known, other=0.0), axis=0)  # (count, R): over all rows of the big factor
+    small_place = part[:, None] * rank + column[None, :]
+    small_inside = (part < count)[:, None] & there[None, :]
+    k = tl.load(small + small_place, mask=small_inside, other=0.0)
+    by_scale = tl.sum(total * k, axis=0)
+    radial = by_scale * scales  # of every vector's gradient: see UnitTerms
+    if block == 0:
+        tl.store(d_small + small_place, total * scales[None, :] - k * radial[None, :], mask=small_inside)
+    row = block * rows + tl.arange(0, rows)
+    inside = (row < size)[:, None] & there[None, :]
+    place = row[:, None] * rank + column[None, :]
+    x = tl.load(big + place, mask=inside, other=0.0)
+    g = tl.load(d_big + place, mask=inside, other=0.0)
+    tl.store(d_big + place, g - x * radial[None, :], mask=inside)
+    return by_scale
+
+
+@triton.jit
+def _project(  # type: ignore[no-untyped-def]
+    sigma, lambdas, a, b, k1, k2, d_lambdas, by_scale, d_a, d_b, d_k1, d_k2, sums1, sums2, outputs, inputs, rank,
+    n1: tl.constexpr, n2: tl.constexpr, padded1: tl.constexpr, padded2: tl.constexpr,
+    blocks1: tl.constexpr, blocks2: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    block = tl.program_id(1)
+    blocks = tl.cdiv(outputs, rows)
+    if block < blocks:
+        scale = tl.load(sigma)
+        scales = scale * tl.load(lambdas + column, mask=column < rank, other=0.0)
+        found = _less_radial_part(
+            a, k1, scales, d_a, d_k1, sums1, block, outputs, rank, n1, padded1, blocks1, rows, columns
+        )
+        if block == 0:
+            tl.store(by_scale + column, found, mask=column < rank)
+            tl.store(d_lambdas + column, found * scale, mask=column < rank)
+    else:
+        ones = tl.full([columns], 1.0, tl.float32)
+        _less_radial_part(
+            b, k2, ones, d_b, d_k2, sums2, block - blocks, inputs, rank, n2, padded2, blocks2, rows, columns
         )
 
 
@@ -206,7 +229,7 @@ def _dot(x, y, out, size, block: tl.constexpr):  # type: ignore[no-untyped-def]
 class RebuiltConv2d(torch.autograd.Function):
     """W (O, I, k1, k2) from sigma, lambdas and factors with unit columns; W and what makes it are of type ``dtype``.
 
-    The same as ``dense_from_terms`` after ``UnitTerms``, in two kernels forward and four backward.
+    The same as ``dense_from_terms`` after ``UnitTerms``, in two kernels forward and five backward.
     """
 
     @staticmethod
@@ -233,12 +256,20 @@ class RebuiltConv2d(torch.autograd.Function):
         matrix = gradient.permute(0, 2, 3, 1).reshape(outputs * n1, n2 * inputs)
         d_left, d_right = matrix @ right, matrix.mT @ left
         d_sigma, d_lambdas, d_a, d_b, d_k1, d_k2 = (torch.empty_like(p) for p in (sigma, lambdas, a, b, k1, k2))
+        # Rows are cut into blocks, so that a whole GPU has work; each leaves its part of the sums over the rows.
+        rows, columns = 32, 64
+        blocks = triton.cdiv(outputs, rows), triton.cdiv(inputs, rows)
         by_scale = torch.empty_like(lambdas)
-        padded = triton.next_power_of_2(n1), triton.next_power_of_2(n2)
-        rows, columns = 64, 32
-        _gradients[triton.cdiv(rank, columns), 2](
-            sigma, lambdas, a, b, k1, k2, d_left, d_right, by_scale, d_lambdas, d_a, d_b, d_k1, d_k2,
-            outputs, inputs, rank, width, n1, n2, *padded, rows, columns, num_warps=4
+        sums1, sums2 = (lambdas.new_empty(count * n, rank) for count, n in zip(blocks, (n1, n2), strict=True))
+        padded = (triton.next_power_of_2(number) for number in (n1, n2, *blocks))
+        grid = (triton.cdiv(rank, columns), sum(blocks))
+        _gradients[grid](
+            sigma, lambdas, a, b, k1, k2, d_left, d_right, d_a, d_b, sums1, sums2, outputs, inputs, rank, width,
+            n1, n2, rows, columns
+        )  # fmt: skip
+        _project[grid](
+            sigma, lambdas, a, b, k1, k2, d_lambdas, by_scale, d_a, d_b, d_k1, d_k2, sums1, sums2, outputs, inputs,
+            rank, n1, n2, *padded, rows, columns
         )  # fmt: skip
         _dot[1,](by_scale, lambdas, d_sigma, rank, 1024)
         return None, d_sigma, d_lambdas, d_a, d_b, d_k1, d_k2

@@ -56,7 +56,7 @@ def test_the_same_gradients(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "shape", [(70, 33, (3, 3), 45), (64, 3, (3, 3), 36), (20, 40, (2, 5), 130), (384, 192, (3, 3), 1626)]
+    "shape", [(70, 40, (3, 3), 45), (64, 8, (3, 3), 36), (20, 40, (2, 5), 130), (384, 192, (3, 3), 1626)]
 )
 def test_kernels_give_the_gradients_of_torch(shape: tuple[int, int, tuple[int, int], int]) -> None:
     outputs, inputs, kernel, rank = shape
@@ -80,7 +80,10 @@ def test_kernels_give_the_gradients_of_torch(shape: tuple[int, int, tuple[int, i
         for name, p in layer.named_parameters():
             if p.grad is not None:
                 wanted = expected.get_parameter(name).grad
-                assert (p.grad - wanted).norm() < tolerance * wanted.norm(), (name, precision)
+                size = wanted.norm()
+                if name == "sigma":  # a sum of many terms of both signs
+                    size = expected.lambdas.grad.norm() * expected.lambdas.norm() / expected.sigma
+                assert (p.grad - wanted).norm() < tolerance * size, (name, precision)
     torch.set_float32_matmul_precision("highest")
 
 

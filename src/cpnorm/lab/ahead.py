@@ -42,7 +42,9 @@ def kernel_rebuild(layer: CPLayer, precision: str) -> Tensor:
 def has_kernel(layer: CPLayer) -> bool:
     """Whether ``kernel_rebuild`` can do this layer here."""
     fits = isinstance(layer, cpnorm.CPConv2d) and layer.columns_are_unit and find_spec("triton") is not None
-    return fits and all(p.is_cuda and p.dtype == torch.float32 for p in layer.canonical_parameters())
+    if not fits or layer.modes[1] % 8:  # matrix products over 3 channels would miss the tensor cores
+        return False
+    return all(p.is_cuda and p.dtype == torch.float32 for p in layer.canonical_parameters())
 
 
 @torch.no_grad()
