@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cpnorm.lab import on_ray
+from cpnorm.lab import cli, on_ray
 from cpnorm.lab.paper import Compression, Row
 from cpnorm.lab.reproduce import Job
 from tiny_queue import CUT, LONG, PREPARE, TABLE, assert_everything_once, epochs_saved, holder, write_data
@@ -57,6 +57,17 @@ def test_a_killed_workers_run_is_picked_up_from_its_checkpoint(tmp_path: Path) -
     assert (process.returncode, out) == (0, "no run is missing\n"), err
     assert_everything_once(tmp_path / "results")
     assert run.metrics()[: len(saved)] == saved
+
+
+def test_an_engine_that_is_not_there_is_an_error_in_one_sentence(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    words = ["reproduce", "mnist", "--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
+    assert cli.main([*words, "--engine", "ray"]) == 1
+    assert "this needs ray, which is not installed: pip install 'cpnorm[ray]'" in capfd.readouterr().err
+    assert cli.main([*words, "--engine", "dask"]) == 2
+    assert "expected --engine local or ray, got dask" in capfd.readouterr().err
 
 
 def test_shares_are_of_one_row_and_wait_for_what_they_start_from() -> None:

@@ -57,7 +57,8 @@ def reproduce_on_ray(
                     for text in ray.get(ref):
                         announce(text)
                 except ray.exceptions.RayError as error:
-                    log.error("%s failed: %s", begun[ref][0].row.key, error)
+                    if not stop:  # a task that was cancelled before it began is one, too
+                        log.error("%s failed: %s", begun[ref][0].row.key, error)
             if stop and not told:
                 announce(f"stopping: {stop.reason}")
                 for ref in pending:
