@@ -75,3 +75,13 @@ def test_an_unknown_network_is_named():
 def test_the_same_seed_draws_the_same_network():
     first, second = (torch.manual_seed(3) and lenet() for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_width_scales_all_layers_but_the_last() -> None:
+    narrow = alexnet(width=0.14)
+    assert sum(p.numel() for p in narrow.parameters()) == 138_483
+    assert (narrow.features[0].out_channels, narrow.classifier[6].out_features) == (9, 10)
+    assert lenet(width=2).classifier[1].out_features == 256
+    assert narrow(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+    with pytest.raises(ValueError, match="width > 0, got 0"):
+        lenet(width=0)

@@ -24,6 +24,7 @@ class Config:
     """Settings of one training run; ``Config()`` is the paper's canonical AlexNet-like row on CIFAR-10 with SGD."""
 
     model: Literal["alexnet", "lenet"] = "alexnet"
+    width: float = 1.0  # of every layer but the last, as a share of the paper's
     data: Literal["cifar10", "svhn", "mnist", "digits"] = "cifar10"
     norm: Literal["none", "weight", "cp", "tai"] = "cp"
     init: Literal["exact", "power", "als", "kaiming_normal", "kaiming_uniform"] = "power"
@@ -61,6 +62,8 @@ class Config:
         for name, low in {"epochs": 0, "batch_size": 1, "seed": 0, "warmup": 0, "validation": 0}.items():
             if getattr(self, name) < low:
                 raise ValueError(f"expected {name} >= {low}, got {getattr(self, name)}")
+        if not self.width > 0:
+            raise ValueError(f"expected a width > 0, got {self.width}")
         if not self.lr > 0:
             raise ValueError(f"expected a learning rate > 0, got {self.lr}")
         object.__setattr__(self, "skip", tuple(self.skip))

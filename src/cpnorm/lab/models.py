@@ -12,70 +12,82 @@ from collections.abc import Callable
 from torch import nn
 
 
-def lenet(channels: int = 1, classes: int = 10, image_size: int = 28) -> nn.Sequential:
+def lenet(channels: int = 1, classes: int = 10, image_size: int = 28, width: float = 1.0) -> nn.Sequential:
     """The LeNet-like network: two convolutions without padding, two linear layers, 1.20 M weights on MNIST.
+
+    ``width`` makes every layer but the last this many times as wide.
 
     >>> lenet().classifier[1]
     Linear(in_features=9216, out_features=128, bias=True)
     """
     side = (_at_least(6, image_size) - 4) // 2
+    c1, c2, hidden = _scaled((32, 64, 128), width)
     features = nn.Sequential(
-        nn.Conv2d(channels, 32, 3),
+        nn.Conv2d(channels, c1, 3),
         nn.ReLU(),
-        nn.Conv2d(32, 64, 3),
+        nn.Conv2d(c1, c2, 3),
         nn.ReLU(),
         nn.MaxPool2d(2),
     )
     classifier = nn.Sequential(
         nn.Dropout(0.25),
-        nn.Linear(64 * side**2, 128),
+        nn.Linear(c2 * side**2, hidden),
         nn.ReLU(),
         nn.Dropout(0.5),
-        nn.Linear(128, classes),
+        nn.Linear(hidden, classes),
     )
     return _network(features, classifier)
 
 
-def alexnet(channels: int = 3, classes: int = 10, image_size: int = 32) -> nn.Sequential:
+def alexnet(channels: int = 3, classes: int = 10, image_size: int = 32, width: float = 1.0) -> nn.Sequential:
     """The AlexNet-like network: five convolutions, three linear layers, 6.98 M weights on CIFAR-10.
+
+    ``width`` makes every layer but the last this many times as wide.
 
     >>> alexnet().classifier[1]
     Linear(in_features=4096, out_features=1024, bias=True)
     """
     side = (_at_least(6, image_size) + 2) // 8  # + 2: the first convolution pads by 2, so that 32 becomes 34
+    c1, c2, c3, c4, c5, hidden, last = _scaled((64, 192, 384, 256, 256, 1024, 512), width)
     features = nn.Sequential(
-        nn.Conv2d(channels, 64, 3, padding=2),
+        nn.Conv2d(channels, c1, 3, padding=2),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Conv2d(64, 192, 3, padding=1),
+        nn.Conv2d(c1, c2, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Conv2d(192, 384, 3, padding=1),
+        nn.Conv2d(c2, c3, 3, padding=1),
         nn.ReLU(),
-        nn.Conv2d(384, 256, 3, padding=1),
+        nn.Conv2d(c3, c4, 3, padding=1),
         nn.ReLU(),
-        nn.Conv2d(256, 256, 3, padding=1),
+        nn.Conv2d(c4, c5, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
     )
     classifier = nn.Sequential(
         nn.Dropout(0.5),
-        nn.Linear(256 * side**2, 1024),
+        nn.Linear(c5 * side**2, hidden),
         nn.ReLU(),
         nn.Dropout(0.5),
-        nn.Linear(1024, 512),
+        nn.Linear(hidden, last),
         nn.ReLU(),
-        nn.Linear(512, classes),
+        nn.Linear(last, classes),
     )
     return _network(features, classifier)
 
 
-def build(name: str, channels: int, classes: int, image_size: int) -> nn.Sequential:
+def build(name: str, channels: int, classes: int, image_size: int, width: float = 1.0) -> nn.Sequential:
     """The network of this name for images of this shape."""
-    networks: dict[str, Callable[[int, int, int], nn.Sequential]] = {"alexnet": alexnet, "lenet": lenet}
+    networks: dict[str, Callable[[int, int, int, float], nn.Sequential]] = {"alexnet": alexnet, "lenet": lenet}
     if name not in networks:
         raise ValueError(f"expected a model among {', '.join(networks)}, got {name!r}")
-    return networks[name](channels, classes, image_size)
+    return networks[name](channels, classes, image_size, width)
+
+
+def _scaled(sizes: tuple[int, ...], width: float) -> list[int]:
+    if not width > 0:
+        raise ValueError(f"expected a width > 0, got {width}")
+    return [max(1, round(size * width)) for size in sizes]
 
 
 def _at_least(smallest: int, image_size: int) -> int:

@@ -29,6 +29,7 @@ Mlflow = Annotated[bool, typer.Option("--mlflow", help="log to MLflow as well")]
 
 HELP = {
     "model": "the network",
+    "width": "every layer but the last this many times as wide as the paper's",
     "data": "the data set",
     "norm": "normalisation: none, weight normalisation, canonical, or the low-rank form of Tai et al.",
     "init": "what the canonical form starts from",
@@ -54,7 +55,7 @@ HELP = {
     "validation": "training images held out for choosing",
     "early_stopping": "stop after this many epochs without a better validation (or training) loss; 0: never",
 }
-NETWORK = ("model", "data", "norm", "init", "lambdas", "rank", "skip", "modes", "renormalize", "dropout")
+NETWORK = ("model", "width", "data", "norm", "init", "lambdas", "rank", "skip", "modes", "renormalize", "dropout")
 
 
 def takes_settings(*names: str) -> Callable[[Command], Command]:

@@ -19,7 +19,7 @@ def build_model(config: Config, data: ImageSet, device: torch.device, progress: 
     """The network a config describes, with its normalisation, drawn from its seed."""
     torch.manual_seed(config.seed)
     channels, size = data.train_images.shape[1], data.train_images.shape[2]
-    model = models.build(config.model, channels=channels, classes=len(data.classes), image_size=size)
+    model = models.build(config.model, channels, len(data.classes), size, config.width)
     if not config.dropout:
         for module in model.modules():
             if isinstance(module, nn.Dropout):

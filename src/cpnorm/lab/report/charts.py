@@ -221,7 +221,11 @@ def _points(
         mark = _mark(row.key, records)
         if mark:
             (plain if row.config.norm in ("none", "weight") and not row.compression else again).append(mark)
-    own = [m for key in own_rows if _data(key, records) == data and (m := _mark(key, records))]
+    own: list[Marked] = []
+    for key in own_rows:
+        settings = next((run.config for run in records.finished(key)), {})
+        if settings.get("data") == data and (mark := _mark(key, records)):
+            (plain if settings.get("norm") == "none" else own).append(mark)
     return published, plain, again, own
 
 
@@ -233,7 +237,3 @@ def _mark(key: str, records: Records) -> Marked | None:
         return None
     note = f"{key}: {accuracy.mean:.2f} %, {weights.mean:,.0f} weights, n = {accuracy.n}"
     return weights.mean, accuracy.mean, accuracy.sd or 0.0, note
-
-
-def _data(key: str, records: Records) -> str:
-    return str(next((run.config.get("data") for run in records.finished(key)), ""))
