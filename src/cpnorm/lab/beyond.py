@@ -45,10 +45,8 @@ CIFAR10_ROWS = (
 
 ADAM = paper.row("init-adam/kaiming-normal")
 ADAM_64 = Row("beyond-batch/adam-64", "Kaiming normal, Adam, batch 64", ADAM.config.replace(batch_size=64), None)
-# Vectors that may grow take ever smaller steps in direction: is that what the published code gains by not renormalising?
-ADAM_FREE = Row(
-    "beyond-batch/adam-free", "… batch 128, never renormalised", ADAM.config.replace(renormalize=False), None
-)
+# Vectors that may grow turn ever more slowly: is that what the published code gains by not renormalising?
+ADAM_FREE = Row("beyond-batch/adam-free", "batch 128, never renormalised", ADAM.config.replace(renormalize=False), None)
 
 
 def _cut(key: str, name: str, start: Row, rate: float, **options: Any) -> Row:
