@@ -206,7 +206,7 @@ class TestDocument:
         assert "not measured yet" in write_markdown(tmp_path).read_text()
 
     def test_a_broken_line_writes_nothing(self, tmp_path):
-        (tmp_path / "a.jsonl").write_text("{")
+        (tmp_path / "a.jsonl").write_text("{\n")
         with pytest.raises(RecordError, match="line 1"):
             write_report(tmp_path, tmp_path / "r.html")
         assert not (tmp_path / "r.html").exists()
