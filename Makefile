@@ -20,7 +20,7 @@ test-slow: $(VENV)/dev.stamp
 	$(PYTEST) -m slow
 
 docs: $(VENV)/dev.stamp
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open site/index.html"
 
 # Built, installed with all its dependencies into empty environments, and tried out there.

@@ -26,7 +26,8 @@ def ranks_for_budget(
     Args:
         model: with plain layers.
         params: parameters the whole canonical model may have.
-        modes, skip: as for ``canonical_norm``.
+        modes: as for ``canonical_norm``.
+        skip: as for ``canonical_norm``.
 
     >>> model = nn.Sequential(nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 10))
     >>> ranks_for_budget(model, params=20_000)
