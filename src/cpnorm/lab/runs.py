@@ -62,6 +62,8 @@ class RunFolder:
                 write_json(self / "config.json", settings)
             if self.record() is None:
                 write_json(self / "environment.json", environment())
+            else:
+                (self / "checkpoint.pt").unlink(missing_ok=True)  # killed in the last moment of finish()
             yield
 
     def _check_same(self, settings: dict[str, Any]) -> None:

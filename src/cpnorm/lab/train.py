@@ -319,7 +319,7 @@ def drive(
     stop = Stop() if stop is None else stop  # one that nobody has stopped yet is false
     active: list[tuple[Trainer, RunFolder | None, Iterator[bool]]] = []
     for trainer, folder in runs:
-        if folder and (state := folder.load_checkpoint(trainer.device)):
+        if folder and (state := folder.load_checkpoint(trainer.device)) is not None:
             try:
                 trainer.load_state(state)
             except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:

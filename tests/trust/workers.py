@@ -1,0 +1,135 @@
+"""What the processes do that the fault tests kill, starve or send away; a fork server with torch ready starts them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from cpnorm.lab import paper, reproduce
+from cpnorm.lab.compression import Cut, complete, compress
+from cpnorm.lab.config import Config
+from cpnorm.lab.data import ImageSet, load
+from cpnorm.lab.download import download
+from cpnorm.lab.paper import Compression, Row, Table
+from cpnorm.lab.runs import RunFolder
+from cpnorm.lab.train import Options, Trainer
+
+CONFIG = Config(
+    model="lenet", data="digits", init="kaiming_normal", rank=2, optimizer="adam", lr=0.003, epochs=2, batch_size=16
+)
+BASE = Row("tiny/base", "base", CONFIG.replace(epochs=1), None)
+CUT = Row("tiny/cut", "cut", BASE.config, None, starts_from=BASE.key, compression=Compression(0.5, 0.003, epochs=1))
+TABLE = Table("tiny", "Tiny", "", rows=(BASE, CUT))
+OFTEN = Options(device="cpu", checkpoint_every=0.0)  # after every step
+
+
+@cache
+def digits() -> ImageSet:
+    """Few enough that a run takes seconds."""
+    whole = load("digits")
+    train, test = (whole.train_images[:64], whole.train_labels[:64]), (whole.test_images[:32], whole.test_labels[:32])
+    return ImageSet("digits", *train, *test, whole.mean, whole.std, whole.classes)
+
+
+def train(folder: Path) -> None:
+    """As the command line does it: begun, gone on with, or found finished."""
+    complete(RunFolder(folder / "run"), CONFIG, lambda: Trainer(CONFIG, digits(), OFTEN))
+
+
+def cut(folder: Path) -> None:
+    """Of a run that is there already."""
+    compress(
+        folder / "source", Cut(rate=0.5, refit="lambdas"), CONFIG, out=folder / "run", data=digits(), options=OFTEN
+    )
+
+
+def queue(folder: Path) -> None:
+    """Two seeds of a training and of a compression of it."""
+    reproduce.all_tables = lambda: {"tiny": TABLE}
+    paper.row = lambda key: {row.key: row for row in TABLE.rows}[key]
+    reproduce.load = lambda *_: digits()
+    work = folder / "work"
+    reproduce.reproduce(["tiny"], seeds=range(2), results=folder / "results", work=work, options=OFTEN, at_once=1)
+
+
+def fetch(folder: Path) -> None:
+    """What ``folder/address`` names."""
+    url, size, md5 = (folder / "address").read_text().split()
+    download(url, folder / "data" / "file.bin", int(size), md5, lambda *_: None)
+
+
+JOBS: dict[str, Callable[[Path], None]] = {"train": train, "cut": cut, "queue": queue, "fetch": fetch}
+
+
+def die_at(moment: int) -> None:
+    """Die by SIGKILL just before the so-manieth time that this process touches a file to change it."""
+    left = moment
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal left
+        changes = event in ("os.rename", "os.remove", "os.mkdir", "os.truncate", "os.chmod") or (
+            event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        )
+        if changes:
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+
+
+@dataclass(frozen=True)
+class Hardship:
+    """What a process has to cope with."""
+
+    moment: int | None = None  # where it dies: see ``die_at``
+    largest_file: int | None = None  # in bytes
+    user: int | None = None  # who it is, instead of root
+
+
+def work(job: str, folder: Path, hardship: Hardship, words: Any) -> None:
+    """Do the job, and send its last words."""
+    digits()  # while it still may read everything
+    if hardship.moment is not None:
+        die_at(hardship.moment)
+    if hardship.largest_file is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hardship.largest_file, hardship.largest_file))
+    if hardship.user is not None:
+        os.setuid(hardship.user)
+    try:
+        JOBS[job](folder)
+        words.send("done")
+    except Exception as error:
+        words.send(f"{type(error).__name__}: {error}")
+
+
+def start(job: str, folder: Path, hardship: Hardship = Hardship()) -> tuple[Any, Any]:  # noqa: B008 - it is frozen
+    """The process, and where its last words will come from."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["cpnorm.lab.reproduce", "cpnorm.lab.compression", "sklearn.datasets", "torch._dynamo"]
+    )
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(job, folder, hardship, theirs))
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def last_words(process: Any, words: Any, seconds: float = 120) -> str:
+    """What the process said when it was done, and "killed" if it did not come to that."""
+    process.join(seconds)
+    assert process.exitcode is not None, "it hangs"
+    try:
+        return words.recv()
+    except EOFError:
+        return "killed"
