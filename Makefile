@@ -5,19 +5,40 @@ BIN := $(VENV)/bin
 # The constraint is in force from the first call on: another torch would pull in gigabytes.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+OLDEST ?= .venv-oldest
+
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4
 
-.PHONY: demo test test-slow docs test-package bench bench-gpu lint format clean
+.PHONY: demo test test-slow test-kill test-oldest coverage mutate docs test-package bench bench-gpu lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/lab.stamp
 	$(BIN)/cpnorm demo
 
 test: lint
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not kill"
 
 test-slow: $(VENV)/dev.stamp
 	$(PYTEST) -m slow
+
+test-kill: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -n0 -m kill tests/trust
+
+# The oldest versions that pyproject.toml allows, in front of the torch and the tools of the other environment.
+test-oldest: $(VENV)/dev.stamp
+	test -x $(OLDEST)/bin/python || $(BIN)/python -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r oldest.txt
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	    > $$($(OLDEST)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/newest.pth
+	$(OLDEST)/bin/python -m pytest -q -n0 -p no:cacheprovider -m oldest tests
+
+coverage: $(VENV)/dev.stamp
+	$(PYTEST) -m "not slow and not kill" --cov=cpnorm --cov-report=term-missing:skip-covered \
+	    --cov-fail-under=95 $(wildcard tests/test_*.py) tests/trust src
+
+mutate: $(VENV)/dev.stamp
+	$(PIP) cosmic-ray
+	$(BIN)/python tests/trust/mutate.py
 
 docs: $(VENV)/dev.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
