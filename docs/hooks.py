@@ -29,12 +29,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages, the pictures of the report, and freshly drawn figures."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=moved((ROOT / source).read_text(), source, page)))
-    for picture in (ROOT / "results/figures").glob("*.svg"):
-        files.append(File.generated(config, f"results/figures/{picture.name}", abs_src_path=str(picture)))
-    drawn = Path(tempfile.mkdtemp(prefix="cpnorm-figures-"))
-    runpy.run_path(str(ROOT / "docs/figures.py"))["draw_all"](drawn)
-    for picture in drawn.glob("*.svg"):
-        files.append(File.generated(config, f"figures/{picture.name}", abs_src_path=str(picture)))
+    with tempfile.TemporaryDirectory() as drawn:
+        runpy.run_path(str(ROOT / "docs/figures.py"))["draw_all"](Path(drawn))
+        for folder, target in ((Path(drawn), "figures"), (ROOT / "results/figures", "results/figures")):
+            for picture in sorted(folder.iterdir()):
+                files.append(File.generated(config, f"{target}/{picture.name}", content=picture.read_bytes()))
     return files
 
 
