@@ -28,7 +28,7 @@ test-kill: $(VENV)/dev.stamp
 test-oldest: $(VENV)/dev.stamp
 	test -x $(OLDEST)/bin/python || $(BIN)/python -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r oldest.txt
-	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	$(BIN)/python -c "import sysconfig; print('$(CURDIR)/src', sysconfig.get_path('purelib'), sep='\n')" \
 	    > $$($(OLDEST)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/newest.pth
 	$(OLDEST)/bin/python -m pytest -q -n0 -p no:cacheprovider -m oldest tests
 
