@@ -48,10 +48,11 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pyte
 
 
 def commands(page: Path, *kinds: str) -> list[str]:
-    """Calls of ``cpnorm``, each a line of its own or between dots; not those whose words are left open."""
-    lines = [line.removeprefix("$ ") for _, text in blocks(page, *kinds) for line in text.splitlines()]
-    parts = [part.partition("  #")[0].strip() for line in lines for part in line.split(" · ")]
-    return [part for part in parts if part.startswith("cpnorm ") and "…" not in part]
+    """Calls of ``cpnorm``, each a line of its own or between dots, but for those with words left open."""
+    lines = [line for _, text in blocks(page, *kinds) for line in text.splitlines()]
+    parts = [part.partition("  #")[0] for line in lines for part in line.split(" · ")]
+    found = [re.match(r"(?:\$ )?(?:\w+=\S+ |torchrun .*-m )*(cpnorm [^&…]*)&?$", part.strip()) for part in parts]
+    return [match[1] for match in found if match]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page, "", "console")], ids=name)
@@ -62,7 +63,7 @@ def test_the_commands_of_a_page_exist_with_their_options(page: Path) -> None:
     from cpnorm.lab import cli
 
     for command in commands(page, "", "console"):
-        _, *words = shlex.split(command.rstrip("&"))
+        _, *words = shlex.split(command)
         context = typer.main.get_command(cli.app).make_context("cpnorm", words)
         while getattr(context.command, "commands", None):
             group, rest = context.command, [*context._protected_args, *context.args]
