@@ -106,7 +106,7 @@ def claims(batch: int, rows: list[dict[str, Any]], device: str) -> list[dict[str
 
 
 def main() -> None:
-    parser = timing.parser(__doc__, rounds=7)
+    parser = timing.parser(__doc__, rounds=5)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="float32, on a GPU bfloat16")
     parser.add_argument("--batch", type=int, nargs="+", help="1 and 128, on a GPU 1 and 1024")
     parser.add_argument("--rates", type=int, nargs="+", default=[0, 25, 50, 75, 90, 95, 99])

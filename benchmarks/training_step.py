@@ -122,7 +122,7 @@ def megabytes(method: str, batch: int, data: ImageSet, compile: bool) -> float:
 
 
 def main() -> None:
-    parser = timing.parser(__doc__, rounds=7)
+    parser = timing.parser(__doc__, rounds=5)
     parser.add_argument("--kernels", type=int, default=0, help="print this many of the costliest kernels")
     parser.add_argument("--at-once", type=int, nargs="*", default=[2, 4, 8])
     parser.add_argument("--batches", type=int, nargs="*")

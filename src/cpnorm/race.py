@@ -11,7 +11,7 @@ import torch
 Key = TypeVar("Key", bound=Hashable)
 
 LEAST_ROUNDS, CALM_ROUNDS = 3, 5
-ENOUGH_SECONDS = 0.5
+LEAST_SECONDS, ENOUGH_SECONDS = 0.03, 0.5  # of a race: short runs take many rounds, which costs little
 HOPELESS = 2.0  # a runner at more than this multiple of the fastest is out
 
 
@@ -33,7 +33,9 @@ def race(runs: Mapping[Key, Callable[[], object]], device: torch.device) -> dict
         run()  # kernels are chosen and memory is taken the first time
     best = dict.fromkeys(runs, float("inf"))
     alive, rounds, calm, spent = list(runs), 0, 0, 0.0
-    while rounds < LEAST_ROUNDS or (len(alive) > 1 and calm < CALM_ROUNDS and spent < ENOUGH_SECONDS):
+    while rounds < LEAST_ROUNDS or (len(alive) > 1 and spent < ENOUGH_SECONDS):
+        if calm >= CALM_ROUNDS and spent >= LEAST_SECONDS:
+            break
         rounds, calm = rounds + 1, calm + 1
         for key in alive:
             taken = seconds(runs[key])
