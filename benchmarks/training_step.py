@@ -4,6 +4,7 @@
 2. H200, bf16, compiled and captured, batch 64 and 128: at most 1.3 times a plain one.
 3. H200: at most 1.5 times the memory of a plain step, captured or eager.
 4. H200: the steps of a row of the paper, 8 seeds of 150 epochs at batch 64, take at most 8 minutes at 8 at once.
+5. No other way to keep a network in canonical form takes less time.
 
 AlexNet-like network on random images of CIFAR-10's size. Peers: plain, torch's weight_norm, the canonical form with W
 always rebuilt, tensorly-torch (factorised and reconstructed), and W rebuilt with TensorLy calls in a hook before the
@@ -68,6 +69,8 @@ def trainer(method: str, batch: int, data: ImageSet, device: str, *, compile: bo
     if method.endswith("rebuilt"):
         for layer in cpnorm.canonical_layers(made.model).values():
             layer.path = "rebuild"
+    if device == "cuda":
+        torch.cuda.synchronize()  # the step has a stream of its own
     return made
 
 
@@ -150,22 +153,30 @@ def main() -> None:
                 if not (compile and name in PEERS)
             }
             how = ("compiled, captured" if compile else "eager") if gpu else "CPU"
-            rows, of_plain = compare(made, 100 if compile else 10 if gpu else 1, args)
+            rows, seconds = compare(made, 100 if compile else 10 if gpu else 1, args)
             del made
             if gpu:
                 for row in rows:
                     if row["method"] in ("plain", "canonical"):
                         row["MB"] = megabytes(row["method"], batch, data, compile)
             tables[f"{how}, batch {batch}"] = rows
-            if "canonical" not in of_plain:
+            if not {"plain", "canonical"} <= seconds.keys():
                 continue
-            text = f"a canonical training step against a plain one, {how}, batch {batch}"
+            where = f"{how}, batch {batch}"
             if compile or not gpu:
-                claims.append(timing.at_most(text, of_plain["canonical"], TIMES_OF_PLAIN[args.device]))
+                text, bound = f"a canonical training step against a plain one, {where}", TIMES_OF_PLAIN[args.device]
+                claims.append(timing.at_most(text, timing.ratio(seconds, "canonical", "plain"), bound))
+            claims += [
+                timing.at_most(f"the same against {name}, {where}", timing.ratio(seconds, "canonical", name), 1)
+                for name in seconds
+                if name in PEERS
+            ]
             if gpu:
                 memory = {row["method"]: row["MB"] for row in rows if "MB" in row}
                 claims.append(
-                    timing.at_most(f"its memory, {how}, batch {batch}", memory["canonical"] / memory["plain"], 1.5)
+                    timing.at_most(
+                        f"its memory against a plain one's, {where}", memory["canonical"] / memory["plain"], 1.5
+                    )
                 )
         if gpu and args.at_once:
             shared = share_the_gpu(batch, data, args.at_once)
@@ -181,8 +192,8 @@ def main() -> None:
 
 def compare(
     made: dict[str, Trainer], count: int, args: argparse.Namespace
-) -> tuple[list[dict[str, Any]], dict[str, timing.Spread]]:
-    """A row for each method, and its times of the plain one."""
+) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
+    """A row for each method, and its seconds by round."""
     for t in made.values():
         steps([t], 20 if args.device == "cuda" else 1)
     seconds = timing.interleaved({name: partial(steps, [t], count) for name, t in made.items()}, args.rounds, warmup=0)
@@ -195,7 +206,7 @@ def compare(
             row |= {"step": t.step.kind} | kernels(t, args.kernels)
         rows.append(row)
         print(f"{name:32} {row['ms']['median']:9.3f} ms  {of_plain.get(name, {}).get('median', 1):6.2f} times plain")
-    return rows, of_plain
+    return rows, seconds
 
 
 def share_the_gpu(batch: int, data: ImageSet, at_once: list[int]) -> list[dict[str, Any]]:
