@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -52,11 +53,11 @@ def epochs_saved(run: RunFolder) -> list[dict]:
 
 
 def holder(lock: Path) -> int:
-    """The process that holds a lock file."""
-    for line in Path("/proc/locks").read_text().splitlines():
-        _, _, _, _, pid, place, *_ = line.replace("->", "").split()
-        if place.rpartition(":")[2] == str(lock.stat().st_ino):
-            return int(pid)
+    """The process that has a lock file open."""
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # of another user's process, or one that has just ended
+            if link.readlink() == lock:
+                return int(link.parts[2])
     raise LookupError(f"nobody holds {lock}")
 
 

@@ -43,7 +43,7 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs ray: pip install 'cpnorm[ray]'")
-@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="needs /proc/locks to find the worker of a run")
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to find the worker of a run")
 def test_a_killed_workers_run_is_picked_up_from_its_checkpoint(tmp_path: Path) -> None:
     process = start(tmp_path)
     run = Job(LONG, 0).folder(tmp_path / "work")

@@ -49,6 +49,7 @@ def start(cluster: Path, task: int, seconds: float = 600, **variables: str) -> s
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to find the worker of a run")
 def test_tasks_share_the_runs_and_take_over_those_of_a_killed_one(cluster: Path) -> None:
     first = start(cluster, 0)
     run = Job(LONG, 0).folder(cluster / "work")
