@@ -259,12 +259,16 @@ def run_group(
                 trainer = Trainer(job.config, data, options)
             data = trainer.whole_data  # on the device, once for all
             runs.append((trainer, folder))
-        drive(runs, observers=observers, stop=stop)
-        for job, (trainer, folder) in zip(mine, runs, strict=True):
+        jobs = {id(trainer): (job, folder) for job, (trainer, folder) in zip(mine, runs, strict=True)}
+
+        def write(trainer: Trainer) -> None:
+            job, folder = jobs[id(trainer)]
             record = folder.record()
-            if record is not None:
-                store.append(result_line(job, trainer, record, len(runs)))
-                announce(f"{job}: {record['final']} % (best {record['best']} %), {record['weights']:,} weights")
+            assert record is not None
+            store.append(result_line(job, trainer, record, len(runs)))
+            announce(f"{job}: {record['final']} % (best {record['best']} %), {record['weights']:,} weights")
+
+        drive(runs, observers=observers, stop=stop, finished=write)
     return len(mine)
 
 

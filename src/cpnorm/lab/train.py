@@ -313,9 +313,16 @@ def fit(
 
 
 def drive(
-    runs: Sequence[tuple[Trainer, RunFolder | None]], *, observers: Sequence[Observer] = (), stop: Stop | None = None
+    runs: Sequence[tuple[Trainer, RunFolder | None]],
+    *,
+    observers: Sequence[Observer] = (),
+    stop: Stop | None = None,
+    finished: Callable[[Trainer], None] = lambda trainer: None,
 ) -> None:
-    """Take the steps of several runs in turn, so that they share a GPU; save now and then, at the end and on a stop."""
+    """Take the steps of several runs in turn, so that they share a GPU; save now and then, at the end and on a stop.
+
+    ``finished`` hears of each run that comes to its end, as soon as it is stored.
+    """
     stop = Stop() if stop is None else stop  # one that nobody has stopped yet is false
     active: list[tuple[Trainer, RunFolder | None, Iterator[bool]]] = []
     for trainer, folder in runs:
@@ -337,6 +344,7 @@ def drive(
                     active.remove(entry)
                     if folder:
                         folder.finish(trainer.model, trainer.record())
+                        finished(trainer)
                 elif epoch_done:
                     if folder:
                         folder.write_metrics(trainer.history)
