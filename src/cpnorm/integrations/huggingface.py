@@ -42,6 +42,7 @@ def linears_for_conv1d(model: nn.Module) -> nn.Module:
     for name, conv in list(model.named_modules()):
         if isinstance(conv, Conv1D):
             linear = nn.Linear(conv.nx, conv.nf, device="meta")
-            linear.weight, linear.bias = nn.Parameter(conv.weight.detach().mT.contiguous()), conv.bias
+            weight = conv.weight.detach().mT.contiguous()
+            linear.weight, linear.bias = nn.Parameter(weight, conv.weight.requires_grad), conv.bias
             model.set_submodule(name, linear)
     return model
