@@ -31,21 +31,12 @@ from cosmic_ray.ast import get_ast
 from cosmic_ray.mutating import mutate_code
 
 ROOT = Path(__file__).parents[2]
+LAWS = "tests/test_layers.py"
 TESTS = {  # the quickest to notice first
-    "tensor.py": [
-        "tests/test_tensor.py",
-        "src/cpnorm/tensor.py",
-        "tests/test_layers.py",
-        "tests/trust/test_bad_input.py",
-    ],
-    "decompose.py": ["tests/test_decompose.py", "src/cpnorm/decompose.py", "tests/trust/test_bad_input.py"],
-    "contract.py": [
-        "src/cpnorm/contract.py",
-        "tests/test_contract.py",
-        "tests/test_layers.py",
-        "tests/test_observe.py",
-    ],
-    "compress.py": ["tests/test_compress.py", "src/cpnorm/compress.py", "tests/trust/test_bad_input.py"],
+    "tensor.py": ["tests/test_tensor.py", "src/cpnorm/tensor.py", LAWS],
+    "decompose.py": ["tests/test_decompose.py", "src/cpnorm/decompose.py"],
+    "contract.py": ["src/cpnorm/contract.py", "tests/test_observe.py", LAWS],
+    "compress.py": ["tests/test_compress.py", "src/cpnorm/compress.py"],
 }
 
 
@@ -112,7 +103,18 @@ def passes(tree: Path, tests: list[str], seconds: float) -> bool | None:
         sys.path.insert(0, str(tree / "src"))
         torch.set_num_threads(1)
         code = pytest.main(
-            ["-x", "-q", "-n0", "-p", "no:cacheprovider", "-m", "not slow", "-k", "not compiles", *tests]
+            [
+                "-x",
+                "-q",
+                "-n0",
+                "-p",
+                "no:cacheprovider",
+                "-m",
+                "not slow",
+                "-k",
+                "not compiles and not gradcheck",
+                *tests,
+            ]
         )
         os._exit(int(code))
     deadline = time.monotonic() + seconds
@@ -136,7 +138,7 @@ def main() -> None:
     """Print survivors as they come, and the score at the end."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("modules", nargs="*", default=list(TESTS))
-    parser.add_argument("--each", type=int, default=60, help="mutants of a module, drawn at random; 0: all")
+    parser.add_argument("--each", type=int, default=30, help="mutants of a module, drawn at random; 0: all")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

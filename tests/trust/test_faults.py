@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -137,12 +138,16 @@ def test_a_killed_job_goes_on(job: str, tmp_path: Path, undisturbed: Callable[[s
 
 
 @pytest.mark.kill
-@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("job", MOMENTS)
 def test_a_job_killed_many_times_goes_on(
-    job: str, seed: int, tmp_path: Path, undisturbed: Callable[[str], Path], address: str, record_property: Any
+    job: str, tmp_path: Path, undisturbed: Callable[[str], Path], address: str
 ) -> None:
-    record_property("kills", killed_and_resumed(job, seed, 4, tmp_path, undisturbed, address))
+    kills = 0
+    for seed in range(8):
+        (tmp_path / str(seed)).mkdir()
+        kills += killed_and_resumed(job, seed, 4, tmp_path / str(seed), undisturbed, address)
+    sys.stdout.write(f"{job} was killed {kills} times\n")
+    assert kills >= 15  # of 32: the others were done before
 
 
 # --- no room, no rights, no folder --------------------------------------------------------------------------------
