@@ -34,7 +34,7 @@ from cpnorm.lab.options import (
 )
 from cpnorm.lab.watch import Watch, duration
 
-# torch, and everything that imports it, is imported inside the commands: help and completion do without.
+# What trains, and everything that imports it, is imported inside the commands: help and completion are quick without.
 if TYPE_CHECKING:
     from cpnorm.lab.runs import RunFolder
     from cpnorm.lab.train import Trainer
