@@ -153,7 +153,7 @@ def _summarise(name: str, layer: CPLayer, work: Work | None) -> LayerSummary:
         flops=flops,
         flops_dense=None if work is None else work.dense,
         lambdas=tuple(layer.lambdas.abs().sort(descending=True).values.tolist()),
-        cancellation=layer.cp.to(torch.promote_types(layer.lambdas.dtype, torch.float32)).cancellation(),
+        cancellation=layer.cp.cancellation(),
     )
 
 
