@@ -143,7 +143,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
-        for name in ("src", "tests"):
+        for name in ("src", "tests", "docs", "examples"):
             shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", tree)
         for module in options.modules:

@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cpnorm.lab import paper, reproduce
 from cpnorm.lab.compression import Cut, complete, compress
 from cpnorm.lab.config import Config
@@ -44,6 +46,12 @@ def train(folder: Path) -> None:
     complete(RunFolder(folder / "run"), CONFIG, lambda: Trainer(CONFIG, digits(), OFTEN))
 
 
+def steady(folder: Path) -> None:
+    """With torch's deterministic algorithms only, where it has them."""
+    torch.use_deterministic_algorithms(True)
+    train(folder)
+
+
 def cut(folder: Path) -> None:
     """Of a run that is there already."""
     compress(
@@ -66,7 +74,7 @@ def fetch(folder: Path) -> None:
     download(url, folder / "data" / "file.bin", int(size), md5, lambda *_: None)
 
 
-JOBS: dict[str, Callable[[Path], None]] = {"train": train, "cut": cut, "queue": queue, "fetch": fetch}
+JOBS: dict[str, Callable[[Path], None]] = {"train": train, "steady": steady, "cut": cut, "queue": queue, "fetch": fetch}
 
 
 def die_at(moment: int) -> None:
