@@ -163,6 +163,21 @@ def test_fit_is_the_papers_measure():
         cp.fit(dense.transpose(0, 1))
 
 
+def test_fit_of_nothing_is_perfect_only_by_nothing():
+    zero = CPTensor.from_terms(torch.zeros(2), [torch.ones(3, 2), torch.ones(4, 2)])
+    assert zero.fit(torch.zeros(3, 4)) == 1
+    assert CPTensor.from_terms(torch.ones(2), zero.factors).fit(torch.zeros(3, 4)) == 0
+
+
+def test_channels_last_is_another_layout_of_the_same_weight():
+    scales, factors = torch.randn(5), [torch.randn(size, 5) for size in (6, 4, 3, 2)]
+    dense = dense_from_terms(scales, factors)
+    other = dense_from_terms(scales, factors, channels_last=True)
+    torch.testing.assert_close(other, dense)
+    assert other.stride()[1] == 1
+    assert dense.stride()[1] != 1
+
+
 def test_select_takes_indices_and_masks_in_the_order_given():
     cp = random_cp((5, 4, 3), 4)
     by_index, by_mask = cp.select(torch.tensor([3, 1])), cp.select(torch.tensor([False, True, False, True]))

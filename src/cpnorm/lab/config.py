@@ -57,7 +57,7 @@ class Config:
                 raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {value!r}")
             if kind in KINDS and not KINDS[kind][1](value):
                 raise ValueError(f"expected {name} to be {KINDS[kind][0]}, got {value!r}")
-        if isinstance(self.skip, str) or not all(isinstance(name, str) for name in self.skip):
+        if not isinstance(self.skip, list | tuple) or not all(isinstance(name, str) for name in self.skip):
             raise ValueError(f"expected skip to be names of layers, got {self.skip!r}")
         for name, low in {"epochs": 0, "batch_size": 1, "seed": 0, "warmup": 0, "validation": 0}.items():
             if getattr(self, name) < low:
