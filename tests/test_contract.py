@@ -1,0 +1,75 @@
+"""The planner's figures: FLOPs are those torch counts on either path, bytes those of a count by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import laws
+from cpnorm.contract import DEPTHWISE_PENALTY, FLOPS_PER_BYTE, plan
+from laws import CASES, Case
+
+BATCHED = [case for case in CASES if "unbatched" not in case.name and "1d" not in case.name.partition("linear-")[2]]
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
+@pytest.mark.parametrize("case", BATCHED, ids=lambda case: case.name)
+def test_flops_are_those_torch_counts(case: Case) -> None:
+    layer, x = laws.canonical(case, rank=3, init="kaiming_normal"), case.input()
+    if getattr(layer, "padding_mode", "zeros") != "zeros":
+        pytest.skip("pads first: the plan counts the input as it is")
+    found = layer.plan(x.shape, training=False)
+    for path, cost in (("rebuild", found.rebuild), ("factors", found.factors)):
+        layer.path = path
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            layer(x)
+        grouped = getattr(layer, "groups", 1) if path == "rebuild" else 1  # torch counts each group as if it were all
+        if grouped == 1:
+            assert cost.flops == counter.get_total_flops()
+    assert layer.plan(x.shape, training=True).rebuild.flops == 3 * found.rebuild.flops
+
+
+LAYERS = {  # layer, input, numbers moved: rebuilding, and through the factors, at rank 5
+    "linear": (
+        nn.Linear(12, 7),
+        (4, 12),
+        2 * 5 * (12 + 7) + 2 * 84 + 4 * (12 + 7),
+        5 * (12 + 7 + 2 * 4) + 4 * (12 + 7),
+    ),
+    "conv2d": (
+        nn.Conv2d(6, 8, (3, 2), stride=2, groups=2),
+        (4, 6, 9, 8),
+        2 * 5 * (8 * 2 + 3 * 3) + 2 * 144 + 4 * (6 * 72 + 8 * 16),
+        2 * 2 * 5 * 4 * (72 + 16) + 4 * (6 * 72 + 8 * 16) + 5 * (8 + 3 + 3 + 2),
+    ),
+    "transpose2d": (
+        nn.ConvTranspose2d(6, 8, (3, 2), stride=2),
+        (4, 6, 3, 5),
+        2 * 5 * (6 * 3 + 8 * 2) + 2 * 288 + 4 * (6 * 15 + 8 * 70),
+        2 * 5 * 4 * (15 + 70) + 4 * (6 * 15 + 8 * 70) + 5 * (6 + 8 + 3 + 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_bytes_and_totals(name: str, device: str) -> None:
+    layer, shape, rebuild, factors = LAYERS[name]
+    found = plan(layer, shape, 5, device=device)
+    assert found.rebuild.bytes == 4 * rebuild
+    assert found.factors.bytes == 4 * factors
+    assert plan(layer, shape, 5, training=True, itemsize=2).rebuild.bytes == 3 * 2 * rebuild
+    assert found.rebuild.total == pytest.approx(found.rebuild.flops + FLOPS_PER_BYTE[device] * 4 * rebuild)
+    if name == "linear":
+        depthwise = 0
+    else:
+        space = math.prod(shape[2:]) if layer.transposed else math.prod(layer(torch.zeros(shape)).shape[2:])
+        depthwise = 2 * 5 * layer.groups * 6 * shape[0] * space
+    dear = found.factors.flops + (DEPTHWISE_PENALTY[device] - 1) * depthwise
+    assert found.factors.total == pytest.approx(dear + FLOPS_PER_BYTE[device] * 4 * factors)
+    cheaper = "factors" if found.factors.total < found.rebuild.total else "rebuild"
+    assert found.path == cheaper
