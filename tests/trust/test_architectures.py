@@ -113,6 +113,7 @@ def obey_the_laws(plain: nn.Module, shape: tuple[int, ...], folder: Path) -> Non
 
 
 @pytest.mark.filterwarnings(SAME)
+@settings(max_examples=20)
 @given(networks())
 def test_laws_of_random_architectures(
     tmp_path_factory: pytest.TempPathFactory, network: tuple[nn.Module, tuple[int, ...]]
