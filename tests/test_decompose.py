@@ -306,6 +306,13 @@ class TestEstimateRank:
         assert max(gaps) <= 5  # sixteenths of 72
         assert cp_als(draw((16, 8, 3, 3)), rank, sweeps=300, generator=seeded()).fit(draw((16, 8, 3, 3))) > 0.97
 
+    def test_powers_of_two_come_first_then_sixteenths_then_the_rest_is_halved(self):
+        rank, curve = estimate_rank(draw((9, 8, 3, 3)), fit=1.0, sweeps=1, generator=seeded())
+        tried = [r for r, _ in curve]
+        assert tried[:18] == [1, 2, 4, 5, 9, 14, 18, 23, 27, 32, 36, 41, 45, 50, 54, 59, 63, 68]
+        assert 68 < rank <= 72  # one sweep leaves an error until the last sixteenth
+        assert tried[-1] == 72
+
     def test_a_higher_fit_needs_a_higher_rank(self):
         weight = draw((12, 6, 3, 3))
         ranks = [estimate_rank(weight, fit, generator=seeded()).rank for fit in (0.3, 0.6, 0.9)]
