@@ -87,9 +87,7 @@ def test_a_fused_optimizer_may_be_compiled_and_knows_grown_parameters(tmp_path: 
     torch.compile(optimizer.step, backend="eager")()
     step()
     cpnorm.load(tmp_path / "large.safetensors", model)
-    with pytest.raises(
-        RuntimeError, match=r"exp_avg of shape \(14,\) for a parameter of shape \(27,\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"exp_avg of shape \(14,\) for a parameter of shape \(27,\)"):
         step()
 
 
