@@ -333,6 +333,7 @@ class TestEstimateRank:
         estimate_rank(draw((8, 6, 3, 3)), sweeps=3, progress=lambda done, total: seen.append((done, total)))
         done = [d for d, _ in seen]
         assert done == sorted(done)
+        assert done[:5] == [1, 2, 3, 4, 5]
         assert done[-1] == seen[-1][1]
 
     @pytest.mark.parametrize("setting", [{"fit": 0}, {"fit": 1.5}, {"sweeps": 0}])
