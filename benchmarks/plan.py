@@ -3,9 +3,9 @@
 Everywhere in the sweep; the worst case counts, and beside it how many keep within the 10 %.
 
 Layers of the AlexNet-like network x rank (1/16 to all of the exact rank) x batch x training or inference. Both paths
-are timed in turns; the regret is the time of the chosen path over that of the faster one. `--fit` looks for the two
-constants of the model (FLOPs per byte, price of depthwise FLOPs) with the least mean log regret over the sweep. On a
-GPU the passes are captured, in bf16 and channels last, as the lab trains.
+are timed in turns; the regret is the time of the chosen path over that of the faster one. `--fit` looks for the three
+constants of the model (FLOPs per byte, per call, price of depthwise FLOPs) with the least mean log regret over the
+sweep. On a GPU the passes are captured, in bf16 and channels last, as the lab trains.
 
     python benchmarks/plan.py [--device cuda] [--fit]
 """
@@ -65,19 +65,21 @@ def regret(row: dict[str, Any]) -> timing.Spread:
     return timing.ratio(seconds, row["chosen"], best)
 
 
-def best_constants(rows: list[dict[str, Any]], device: str) -> tuple[float, float, float]:
-    """FLOPs per byte, price of depthwise FLOPs, mean log regret."""
+def best_constants(rows: list[dict[str, Any]], device: str) -> tuple[float, float, float, float]:
+    """FLOPs per byte, FLOPs per call, price of depthwise FLOPs, mean log regret."""
     candidates = []
-    for per_byte, penalty in product((1, 2, 4, 8, 16, 32, 64, 128, 256), (1, 2, 4, 8, 16, 32, 64, 128, 400, 800, 1600)):
-        contract.FLOPS_PER_BYTE[device], contract.DEPTHWISE_PENALTY[device] = per_byte, penalty
+    bytes_, calls = (4, 8, 16, 32, 48, 60, 80, 120, 240), (0, 1e7, 2e7, 5e7, 1e8, 1e9, 3e9)
+    for per_byte, per_call, penalty in product(bytes_, calls, (1, 2, 4, 8, 32, 128, 400, 800, 1600)):
+        contract.FLOPS_PER_BYTE[device], contract.FLOPS_PER_CALL[device] = per_byte, per_call
+        contract.DEPTHWISE_PENALTY[device] = penalty
         total = 0.0
         for row in rows:
             plan = contract.plan(row["layer"], row["input"], row["rank"], training=row["training"], device=device)
             medians = {path: timing.spread(row["seconds"][path])["median"] for path in PATHS}
             total += math.log(medians[plan.path] / min(medians.values()))
-        candidates.append((total / len(rows), per_byte, penalty))
-    total, per_byte, penalty = min(candidates)
-    return per_byte, penalty, total
+        candidates.append((total / len(rows), per_byte, per_call, penalty))
+    total, *constants = min(candidates)
+    return *constants, total
 
 
 def main() -> None:
@@ -124,8 +126,11 @@ def main() -> None:
     tables = {"the ten cases farthest from the best": worst[:10]}
     timing.write("plan", args.device, title=title, claims=claims, tables=tables)
     if args.fit:
-        per_byte, penalty, mean = best_constants(rows, args.device)
-        print(f"best constants: {per_byte:g} FLOPs per byte, {penalty:g} for depthwise; mean log regret {mean:.3f}")
+        per_byte, per_call, penalty, mean = best_constants(rows, args.device)
+        print(
+            f"best constants: {per_byte:g} FLOPs per byte, {per_call:g} per call, {penalty:g} for depthwise; "
+            f"mean log regret {mean:.3f}"
+        )
 
 
 def _median(spread: timing.Spread) -> float:

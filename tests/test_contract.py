@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import laws
-from cpnorm.contract import DEPTHWISE_PENALTY, FLOPS_PER_BYTE, plan
+from cpnorm.contract import DEPTHWISE_PENALTY, FLOPS_PER_BYTE, FLOPS_PER_CALL, plan
 from laws import CASES, Case
 
 BATCHED = [case for case in CASES if "unbatched" not in case.name and "1d" not in case.name.partition("linear-")[2]]
@@ -65,11 +65,12 @@ def test_bytes_and_totals(name: str, device: str) -> None:
     assert plan(layer, shape, 5, training=True, itemsize=2).rebuild.bytes == 3 * 2 * rebuild
     assert found.rebuild.total == pytest.approx(found.rebuild.flops + FLOPS_PER_BYTE[device] * 4 * rebuild)
     if name == "linear":
-        depthwise = 0
+        depthwise = call = 0
     else:
+        call = FLOPS_PER_CALL[device]
         space = math.prod(shape[2:]) if layer.transposed else math.prod(layer(torch.zeros(shape)).shape[2:])
         depthwise = 2 * 5 * layer.groups * 6 * shape[0] * space
-    dear = found.factors.flops + (DEPTHWISE_PENALTY[device] - 1) * depthwise
+    dear = found.factors.flops + (DEPTHWISE_PENALTY[device] - 1) * depthwise + call
     assert found.factors.total == pytest.approx(dear + FLOPS_PER_BYTE[device] * 4 * factors)
     cheaper = "factors" if found.factors.total < found.rebuild.total else "rebuild"
     assert found.path == cheaper

@@ -23,10 +23,12 @@ CONV = (F.conv1d, F.conv2d, F.conv3d)
 CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 # Arithmetic a machine does in the time it moves one byte between layers. CPU: fitted by benchmarks/plan.py --fit.
-FLOPS_PER_BYTE = {"cpu": 64.0, "cuda": 120.0}
+FLOPS_PER_BYTE = {"cpu": 60.0, "cuda": 120.0}
+# A convolution through the factors is one more call into the library; this much arithmetic is done in its time.
+FLOPS_PER_CALL = {"cpu": 5e7, "cuda": 0.0}
 # Depthwise convolutions use no matrix unit: one of their operations costs as much as this many of a matrix product.
 # GPU: estimated from the training time of low-rank networks on an H200, not fitted yet.
-DEPTHWISE_PENALTY = {"cpu": 4.0, "cuda": 800.0}
+DEPTHWISE_PENALTY = {"cpu": 1.0, "cuda": 800.0}
 
 
 # --- doing --------------------------------------------------------------------------------------------------------
@@ -156,11 +158,11 @@ def plan(
     left, right = split_modes(weight)
     products = math.prod([weight[m] for m in left]) + math.prod([weight[m] for m in right])
     activations = positions * inputs + positions_out * outputs
-    per_byte, penalty = FLOPS_PER_BYTE[device], DEPTHWISE_PENALTY[device]
+    per_byte, per_call, penalty = FLOPS_PER_BYTE[device], FLOPS_PER_CALL[device], DEPTHWISE_PENALTY[device]
 
-    def cost(matrix_flops: int, depthwise_flops: int, numbers: int) -> Cost:
+    def cost(matrix_flops: int, depthwise_flops: int, numbers: int, calls: int = 0) -> Cost:
         moved = passes * itemsize * numbers
-        total = passes * (matrix_flops + penalty * depthwise_flops) + per_byte * moved
+        total = passes * (matrix_flops + penalty * depthwise_flops + per_call * calls) + per_byte * moved
         return Cost(passes * (matrix_flops + depthwise_flops), moved, total)
 
     rebuild = cost(
@@ -172,9 +174,8 @@ def plan(
         # The input's 1x1 runs at the input's size for a convolution, and the output's at the output's.
         thin = 2 * rank * (positions * inputs + positions_out * outputs)
         depthwise = 2 * dense_positions * groups * rank * kernel
-        factors = cost(
-            thin, depthwise, 2 * groups * rank * (positions + positions_out) + activations + rank * sum(weight)
-        )
+        numbers = 2 * groups * rank * (positions + positions_out) + activations + rank * sum(weight)
+        factors = cost(thin, depthwise, numbers, calls=1)
     else:
         thin = 2 * positions * rank * (inputs + outputs)
         factors = cost(thin, 0, rank * (inputs + outputs + 2 * positions) + activations)
