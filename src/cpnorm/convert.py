@@ -124,8 +124,8 @@ def renormalize_terms(factors: Sequence[Tensor], lambdas: Sequence[Tensor]) -> N
     for factor, scales in zip(factors, lambdas, strict=True):
         inverse = inverse_norms(factor)
         dead = inverse == 0
-        factor.copy_(torch.where(dead, factor.shape[0] ** -0.5, factor * inverse))
-        scales.copy_(torch.where(dead, 0.0, scales))
+        factor.mul_(inverse).masked_fill_(dead, factor.shape[0] ** -0.5)
+        scales.masked_fill_(dead, 0.0)
 
 
 def renormalize_after(optimizer: torch.optim.Optimizer, model: nn.Module) -> RemovableHandle:

@@ -93,7 +93,8 @@ class UnitTerms(torch.autograd.Function):
         """Minus the radial part."""
         scales, *factors = ctx.saved_tensors
         radial = scales * scale_gradient
-        return scale_gradient, *(g - f * radial for g, f in zip(gradients, factors, strict=True))
+        parts = (torch.addcmul(g, f, radial, value=-1) for g, f in zip(gradients, factors, strict=True))
+        return scale_gradient, *parts
 
 
 @dataclass(frozen=True, eq=False)
