@@ -44,6 +44,7 @@ def main(folder: Path) -> None:
     assert sigma == 2 * model[0].sigma, "the processes hold different sigmas"
     if distributed.get_rank() == 0:
         torch.save({"ddp": ddp, "fsdp": fsdp}, folder / "states.pt")
+    distributed.barrier()  # nobody takes the connections down while another still uses them
     distributed.destroy_process_group()
 
 
