@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import fcntl
 import json
 import logging
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import cpnorm
 from cpnorm.lab import beyond, models, paper
@@ -24,6 +22,7 @@ from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet, load
 from cpnorm.lab.jsonfiles import parse_object, read_lines, whole_lines
 from cpnorm.lab.paper import Compression, Row, Table
+from cpnorm.lab.portrait import portrait
 from cpnorm.lab.runs import InUseError, RunFolder, environment
 from cpnorm.lab.train import Observer, Options, Stop, Trainer, drive
 
@@ -41,8 +40,6 @@ ORDER = (
     "svhn",
     "compress-svhn",
 )
-EXPLORED_RATES = (0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.85, 0.9, 0.95, 0.99)
-HISTOGRAM_BINS = 30
 POLL_SECONDS = 1.0  # between two looks at what other processes are doing
 # Milliseconds a step takes on one H200 when eight runs share it: benchmarks/training_step.py.
 STEP_MS = {"none": 0.38, "weight": 0.42, "cp": 0.59, "tai": 0.45}
@@ -328,72 +325,7 @@ def trained_base(
     return None if stop else folder
 
 
-# --- what the figures and the explorer need --------------------------------------------------------------------------
-
-
-def portrait(trainer: Trainer) -> dict[str, Any]:
-    """Sigma and lambdas over the epochs where they are few, their histograms, and the accuracy at every rate."""
-    layers: dict[str, Any] = {}
-    for line in trainer.history:
-        for name, entry in line["layers"].items():
-            if "lambdas" in entry and name.endswith("features.0"):
-                trace = layers.setdefault(name, {"sigma": [], "lambdas": []})
-                trace["sigma"].append(entry["sigma"])
-                trace["lambdas"].append(entry["lambdas"])
-    histograms = {}
-    for name, layer in cpnorm.canonical_layers(trainer.model).items():
-        if name in trainer.initial_lambdas:
-            before, after = trainer.initial_lambdas[name].float().cpu(), layer.lambdas.detach().float().cpu()
-            limit = max(before.abs().max().item(), after.abs().max().item())
-            histograms[name] = {
-                "edges": [round(e, 4) for e in torch.linspace(-limit, limit, HISTOGRAM_BINS + 1).tolist()],
-                "before": torch.histc(before, HISTOGRAM_BINS, -limit, limit).int().tolist(),
-                "after": torch.histc(after, HISTOGRAM_BINS, -limit, limit).int().tolist(),
-            }
-    return {"layers": layers, "histograms": histograms, "explorer": explore(trainer)}
-
-
-def explore(trainer: Trainer) -> dict[str, Any]:
-    """Accuracy after truncation alone, without fine-tuning, and what each layer's terms cost."""
-    whole = trainer.model
-    accuracies = []
-    for rate in EXPLORED_RATES:
-        trainer.model = copy.deepcopy(whole)
-        cpnorm.truncate(trainer.model, rate=rate)
-        accuracies.append(round(trainer.evaluate(trainer.data.test_images, trainer.data.test_labels)[1], 2))
-    trainer.model = whole
-    flops = term_flops(whole, trainer.prepare(trainer.data.test_images[:1]))
-    layers = {}
-    for name, layer in cpnorm.canonical_layers(whole).items():
-        sizes = layer.lambdas.detach().abs().sort(descending=True).values.cpu()
-        shown = sizes[:: max(1, len(sizes) // 100)]
-        layers[name] = {
-            "rank": layer.rank,
-            "lambdas": [float(f"{value:.3g}") for value in shown.tolist()],
-            "term_weights": 1 + sum(layer.modes),
-            "flops_per_term": flops[name] // layer.rank,
-        }
-    return {"rates": list(EXPLORED_RATES), "accuracy": accuracies, "layers": layers}
-
-
-@torch.no_grad()
-def term_flops(model: nn.Module, image: torch.Tensor) -> dict[str, int]:
-    """FLOPs of each canonical layer through its factors, for one image."""
-    flops: dict[str, int] = {}
-
-    def count(name: str) -> Callable[..., None]:
-        def hook(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            assert isinstance(layer, cpnorm.CPLayer)
-            flops[name] = layer.plan(inputs[0].shape, training=False).factors.flops
-
-        return hook
-
-    handles = [layer.register_forward_pre_hook(count(n)) for n, layer in cpnorm.canonical_layers(model).items()]
-    model.eval()(image)
-    model.train()
-    for handle in handles:
-        handle.remove()
-    return flops
+# --- the rank tables --------------------------------------------------------------------------------------------------
 
 
 def estimate_ranks(table: Table, results: Path, seed: int = 0, announce: Callable[[str], None] = log.info) -> None:
