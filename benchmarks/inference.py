@@ -9,7 +9,8 @@ AlexNet-like network, all layers truncated by 0 to 99 % from the paper's ranks, 
 Weights are random, which changes nothing about speed. For each batch size and rate the competitors take --rounds turns,
 of 16 calls at batch 1 and of one at larger batches; a ratio is the median over the turns. "dense" is the network as
 torch builds it, "dense, tuned" the same with channels last and light ReLUs, which factorize does too: what that alone
-brings. Threads are best bound to cores: on a busy machine two of them may share one otherwise.
+brings. Threads are best bound to cores: on a busy machine two of them may share one otherwise. On a GPU all are timed
+twice: eager, as the forms are chosen, and captured as graphs, where starting a kernel costs next to nothing.
 
     OMP_PROC_BIND=true python benchmarks/inference.py [--rates 0 50 95]
     python benchmarks/inference.py --device cuda            # batch 1 and 1024, bf16
@@ -20,14 +21,15 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 import peers
 import timing
-from cpnorm import canonical_norm, choose_forms, fold
+from cpnorm import Factorization, canonical_norm, choose_forms, fold
 from cpnorm.lab.models import alexnet
 from cpnorm.plain import plain_copy
 
@@ -40,7 +42,8 @@ def truncated(rate: int) -> dict[str, int]:
     return {name: max(1, rank - rank * rate // 100) for name, rank in peers.RANKS.items()}
 
 
-def measure(batch: int, rate: int, args: argparse.Namespace, left_out: dict[str, str]) -> dict[str, Any]:
+def measure(batch: int, rate: int, args: argparse.Namespace, left_out: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """A row for each way to run the networks: eager, and on a GPU captured."""
     ranks, dtype = truncated(rate), getattr(torch, args.dtype)
     canonical = canonical_norm(alexnet(), ranks, "kaiming_normal").to(args.device, dtype).eval()
     x = torch.randn(batch, 3, 32, 32, device=args.device, dtype=dtype)
@@ -56,32 +59,46 @@ def measure(batch: int, rate: int, args: argparse.Namespace, left_out: dict[str,
     others, missing = peers.installed({PEER: lambda: peers.tensorly_torch(dense, ranks, "factorized")})
     networks |= {name: network.eval() for name, network in others.items()}
     left_out |= missing
-    calls = max(1, 16 // batch)
-    runs: dict[str, Callable[[], Any]] = {
-        name: lambda network=network: [network(x) for _ in range(calls)] for name, network in networks.items()
-    }
-    with torch.inference_mode():
-        seconds = timing.interleaved(runs, args.rounds)
     print(f"\nbatch {batch}, {rate} %: forms chosen in {chosen_in:.1f} s\n{choice}")
+    return {way: compare(networks, x, f"{rate} %", choice, way, args) for way in args.ways}
+
+
+def compare(
+    networks: dict[str, nn.Module],
+    x: torch.Tensor,
+    dropped: str,
+    choice: Factorization,
+    way: str,
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    calls = max(1, 16 // len(x))
+    with torch.inference_mode():
+        once = {
+            name: timing.captured(partial(network, x), args.device if way == "captured" else "cpu")
+            for name, network in networks.items()
+        }
+        runs = {name: lambda run=run: [run() for _ in range(calls)] for name, run in once.items()}
+        seconds = timing.interleaved(runs, args.rounds)
     speed_up = timing.ratio(seconds, "dense", "factorize")
     fewer = choice.total("dense").flops / choice.total("chosen").flops
     row = {
-        "dropped": f"{rate} %",
+        "dropped": dropped,
         **{f"{name}, ms": timing.milliseconds(values, calls) for name, values in seconds.items()},
         "times as fast as dense": speed_up,
-        **({f"as {PEER}": timing.ratio(seconds, PEER, "factorize")} if others else {}),
+        **({f"as {PEER}": timing.ratio(seconds, PEER, "factorize")} if PEER in networks else {}),
         "times fewer FLOPs": fewer,
         "promise kept, %": 100 * speed_up["median"] / fewer,
         "times fewer weights": choice.total("dense").weights / choice.total("chosen").weights,
         "layers dense": sum(layer.form == "dense" for layer in choice.layers.values()),
     }
     medians = {key: value["median"] if isinstance(value, dict) else value for key, value in row.items()}
-    print({key: round(value, 2) for key, value in medians.items() if key != "dropped"}, flush=True)
+    print(way, {key: round(value, 2) for key, value in medians.items() if key != "dropped"}, flush=True)
     return row
 
 
-def claims(batch: int, rows: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
+def claims(batch: int, rows: list[dict[str, Any]], way: str) -> list[dict[str, Any]]:
     """Of one batch size; of all rates the worst counts."""
+    where = f"batch {batch}" if way == "CPU" else f"{way}, batch {batch}"
 
     def worst(column: str) -> dict[str, Any]:
         return min(rows, key=lambda row: row[column]["median"])
@@ -89,18 +106,18 @@ def claims(batch: int, rows: list[dict[str, Any]], device: str) -> list[dict[str
     slowest = worst("times as fast as dense")
     times = slowest["times as fast as dense"]
     inverse = {"median": 1 / times["median"], "min": 1 / times["max"], "max": 1 / times["min"]}
-    text = f"factorize against dense, batch {batch}, slowest of all rates ({slowest['dropped']})"
+    text = f"factorize against dense, {where}, slowest of all rates ({slowest['dropped']})"
     found = [timing.at_most(text, inverse, 1.05)]
     for row in rows:
         if row["dropped"] == "95 %":
-            text = f"factorize, times as fast as dense, batch {batch}, 95 % dropped"
-            if device == "cpu" and batch in AT_95:
+            text = f"factorize, times as fast as dense, {where}, 95 % dropped"
+            if way == "CPU" and batch in AT_95:
                 found.append(timing.at_least(text, row["times as fast as dense"], AT_95[batch]))
-            text = f"share of the FLOPs' promise kept, batch {batch}, 95 % dropped"
+            text = f"share of the FLOPs' promise kept, {where}, 95 % dropped"
             found.append(timing.at_least(text, row["promise kept, %"], 60, "%"))
     if f"as {PEER}" in rows[0]:
         closest = worst(f"as {PEER}")
-        text = f"factorize, times as fast as {PEER}, batch {batch}, closest of all rates ({closest['dropped']})"
+        text = f"factorize, times as fast as {PEER}, {where}, closest of all rates ({closest['dropped']})"
         found.append(timing.at_least(text, closest[f"as {PEER}"], 2))
     return found
 
@@ -112,12 +129,15 @@ def main() -> None:
     parser.add_argument("--rates", type=int, nargs="+", default=[0, 25, 50, 75, 90, 95, 99])
     args = timing.start(parser)
     gpu = args.device == "cuda"
+    args.ways = ("eager", "captured") if gpu else ("CPU",)
     args.dtype = args.dtype or ("bfloat16" if gpu else "float32")
     found, tables, left_out = [], {}, {}
     for batch in args.batch or ((1, 1024) if gpu else (1, 128)):
         rows = [measure(batch, rate, args, left_out) for rate in args.rates]
-        tables[f"batch {batch}, {args.dtype}"] = rows
-        found += claims(batch, rows, args.device)
+        for way in args.ways:
+            listed = [row[way] for row in rows]
+            tables[f"batch {batch}, {args.dtype}{', ' + way if gpu else ''}"] = listed
+            found += claims(batch, listed, way)
     title = "Inference of truncated networks, AlexNet-like"
     timing.write("inference", args.device, title=title, claims=found, tables=tables, left_out=left_out)
 

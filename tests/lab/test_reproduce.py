@@ -90,24 +90,24 @@ def test_a_time_limit_leaves_the_rest_and_the_next_call_goes_on(tmp_path: Path, 
 
 
 def test_networks_that_are_not_at_hand_are_trained_again(tmp_path: Path, tiny: None) -> None:
-    run(tmp_path, seeds=1)
+    run(tmp_path)
     path = tmp_path / "results/tiny.jsonl"
-    base = path.read_text().splitlines()[0]
-    path.write_text(base + "\n")
+    bases = path.read_text().splitlines()[:2]
+    path.write_text("\n".join(bases) + "\n")
     said: list[str] = []
     left = reproduce.reproduce(
-        ["tiny"], seeds=[0], results=tmp_path / "results", work=tmp_path / "elsewhere", announce=said.append
+        ["tiny"], seeds=[0, 1], results=tmp_path / "results", work=tmp_path / "elsewhere", announce=said.append
     )
     assert left == []
-    assert any("training it again" in text for text in said)
-    assert len(path.read_text().splitlines()) == 2
+    assert sum("training it again" in text for text in said) == 2
+    assert len(path.read_text().splitlines()) == 4
 
 
 def test_a_failing_row_does_not_stop_the_others(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(reproduce, "trained_base", broken)
+    monkeypatch.setattr(reproduce, "start", broken)
     assert [str(job) for job in run(tmp_path, seeds=1)] == ["tiny/cut, seed 0"]
 
 

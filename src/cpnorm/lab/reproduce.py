@@ -241,16 +241,17 @@ def run_group(
         mine = [job for job in group if stack.enter_context(store.claim(job))]
         for key in dict.fromkeys(job.row.key for job in mine):
             announce(f"{key}: seeds {', '.join(str(job.seed) for job in mine if job.row.key == key)}")
+        bases = [base_of(job, store) for job in mine]
+        train_again(list({str(base): base for base in bases if base}.values()), work, data, options, stop, announce)
+        if stop:
+            return len(mine)
         runs: list[tuple[Trainer, RunFolder]] = []
-        for job in mine:
+        for job, base in zip(mine, bases, strict=True):
             folder = job.folder(work)
-            if job.row.compression:
-                base = trained_base(job, store, work, data, options, stop, announce)
-                if base is None:
-                    return len(mine)
-                cut = cut_of(job.row.compression)
-                stack.enter_context(folder.claimed(job.config, identity(base, cut)))
-                trainer: Trainer = start(base, folder, cut, job.config, data, options)
+            if base and job.row.compression:
+                source, cut = base.folder(work), cut_of(job.row.compression)
+                stack.enter_context(folder.claimed(job.config, identity(source, cut)))
+                trainer: Trainer = start(source, folder, cut, job.config, data, options)
             else:
                 stack.enter_context(folder.claimed(job.config))
                 trainer = Trainer(job.config, data, options)
@@ -294,35 +295,39 @@ def cut_of(compression: Compression) -> Cut:
     )
 
 
-def trained_base(
-    job: Job,
-    store: Results,
-    work: Path,
-    data: ImageSet,
-    options: Options,
-    stop: Stop,
-    announce: Callable[[str], None],
-) -> RunFolder | None:
-    """The run a row starts from; it is trained again where its network is not at hand, unless a stop comes first."""
+def base_of(job: Job, store: Results) -> Job | None:
+    """The run whose network a row starts from, if it starts from one."""
     cut = job.row.compression
-    assert cut is not None
+    if cut is None:
+        return None
     assert job.row.starts_from is not None
-    source = all_rows()[job.row.starts_from]
-    seed = job.seed
+    source, seed = all_rows()[job.row.starts_from], job.seed
     if cut.start == "best":
         finished = {s: line["final"] for (key, s), line in store.done().items() if key == source.key}
         seed = max(finished, key=lambda s: finished[s]) if finished else 0
-    base = Job(source, seed)
-    folder = base.folder(work)
-    while folder.record() is None and not stop:
-        try:
-            with folder.claimed(base.config):
+    return Job(source, seed)
+
+
+def train_again(
+    bases: Sequence[Job], work: Path, data: ImageSet, options: Options, stop: Stop, announce: Callable[[str], None]
+) -> None:
+    """Those whose network is not at hand, side by side, until all are there or a stop comes."""
+    while not stop and (missing := [base for base in bases if base.folder(work).record() is None]):
+        with ExitStack() as stack:
+            runs: list[tuple[Trainer, RunFolder]] = []
+            for base in missing:
+                folder = base.folder(work)
+                try:
+                    stack.enter_context(folder.claimed(base.config))
+                except InUseError:  # another process needs the same network and is training it
+                    continue
                 if folder.record() is None:
                     announce(f"{base}: its network is not at hand, training it again")
-                    drive([(Trainer(base.config, data, options), folder)], stop=stop)
-        except InUseError:  # another process needs the same network and is training it
+                    runs.append((Trainer(base.config, data, options), folder))
+                    data = runs[-1][0].whole_data
+            drive(runs, stop=stop)
+        if not runs:
             time.sleep(POLL_SECONDS)
-    return None if stop else folder
 
 
 # --- the rank tables --------------------------------------------------------------------------------------------------
