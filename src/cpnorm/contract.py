@@ -22,14 +22,13 @@ LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
 CONV = (F.conv1d, F.conv2d, F.conv3d)
 CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
-# Arithmetic a machine does in the time it moves one byte between layers. The CPU's three constants were chosen on the
-# sweep of benchmarks/plan.py; what its --fit finds moves somewhat from run to run.
-FLOPS_PER_BYTE = {"cpu": 60.0, "cuda": 120.0}
+# All three were chosen on the sweep of benchmarks/plan.py (GPU: an H200); what its --fit finds moves somewhat from run
+# to run. Arithmetic a machine does in the time it moves one byte between layers:
+FLOPS_PER_BYTE = {"cpu": 60.0, "cuda": 4.0}
 # A convolution through the factors is one more call into the library; this much arithmetic is done in its time.
-FLOPS_PER_CALL = {"cpu": 5e7, "cuda": 0.0}
+FLOPS_PER_CALL = {"cpu": 5e7, "cuda": 3e9}
 # Depthwise convolutions use no matrix unit: one of their operations costs as much as this many of a matrix product.
-# GPU: estimated from the training time of low-rank networks on an H200, not fitted yet.
-DEPTHWISE_PENALTY = {"cpu": 1.0, "cuda": 800.0}
+DEPTHWISE_PENALTY = {"cpu": 1.0, "cuda": 32.0}
 
 
 # --- doing --------------------------------------------------------------------------------------------------------

@@ -111,6 +111,16 @@ def test_a_failing_row_does_not_stop_the_others(tmp_path: Path, tiny: None, monk
     assert [str(job) for job in run(tmp_path, seeds=1)] == ["tiny/cut, seed 0"]
 
 
+def test_a_run_that_diverges_is_a_line_too(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Row("tiny/wild", "wild", TINY.replace(optimizer="sgd", lr=1e30, batch_size=8), None)
+    monkeypatch.setattr(reproduce, "all_tables", lambda: {"tiny": Table("tiny", "Tiny", "", rows=(row,))})
+    monkeypatch.setattr(paper, "row", lambda key: row)
+    assert run(tmp_path, seeds=1) == []
+    line = json.loads((tmp_path / "results/tiny.jsonl").read_text())
+    assert "nan" in line["diverged"]
+    assert "explorer" not in line
+
+
 def test_a_claimed_job_is_left_to_its_owner(tmp_path: Path, tiny: None) -> None:
     with Results(tmp_path / "results").claim(Job(BASE, 0)) as ours:
         assert ours

@@ -1,7 +1,7 @@
-"""Weights rebuilt beside the network's own work: every layer on a GPU stream of its own, forward and backward.
+"""Weights rebuilt several at a time, before the network runs, and their gradients several at a time after it.
 
-Rebuilding W takes matrix products too small to fill a GPU, one layer at a time. No layer's waits for another's: done
-all at once, before the network runs, and their gradients all at once after it, they cost a fraction of that.
+Rebuilding W takes matrix products too small to fill a GPU. No layer's waits for another's: on a few streams side by
+side they cost a fraction of what they cost one after the other.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import cpnorm
 from cpnorm import CPLayer
 
+STREAMS = 3  # each brings a workspace of 32 MB for its matrix products
 Rebuild = Callable[[CPLayer, str], Tensor]
 
 
@@ -73,7 +74,8 @@ class WeightsAhead:
     def __init__(self, layers: Sequence[CPLayer], precision: str, rebuild: Rebuild) -> None:
         self.layers, self.precision = layers, precision
         self.functions = [kernel_rebuild if has_kernel(layer) else rebuild for layer in layers]
-        self.streams = [torch.cuda.Stream() if layer.lambdas.is_cuda else None for layer in layers]
+        few = [torch.cuda.Stream() if layer.lambdas.is_cuda else None for layer in layers[:STREAMS]]
+        self.streams = [few[i % STREAMS] for i in range(len(layers))]
         self.weights: list[Tensor] = []
 
     def rebuild(self) -> None:

@@ -275,7 +275,7 @@ def result_line(job: Job, trainer: Trainer, record: dict[str, Any], at_once: int
     cut = job.row.compression
     line = {"table": job.row.table, "row": job.row.key, "seed": job.seed, "at_once": at_once}
     line |= {"compression": asdict(cut) if cut else None, **record}
-    if job.seed == 0 and cpnorm.canonical_layers(trainer.model):
+    if job.seed == 0 and not trainer.diverged and cpnorm.canonical_layers(trainer.model):
         line |= portrait(trainer)
     return line
 

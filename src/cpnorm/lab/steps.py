@@ -204,10 +204,7 @@ class Step:
                         self.cursor.zero_()
                     # Gradients that do not exist yet are written, not added to, by the captured backward pass.
                     self.optimizer.zero_grad(set_to_none=True)
-                    graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                        self._take(size, loss)
-                    self.graphs[size] = graph
+                    self.graphs[size] = self._recorded(size, loss)
                 if size == self.config.batch_size:
                     self.kind = kind
                 return
@@ -223,6 +220,22 @@ class Step:
                 torch.cuda.synchronize()
                 self._restore(before)
         self.captures = False
+
+    def _recorded(self, size: int, loss: Loss) -> torch.cuda.CUDAGraph:
+        """The step as a graph that shares no memory with those of other runs.
+
+        Matrix products write partial sums to a workspace that belongs to their stream, and torch has 32 streams in all:
+        those of several runs are the same ones. Forgotten before the recording, a workspace is taken from the memory of
+        the graph itself; forgotten after it, it stays there alone.
+        """
+        graph = torch.cuda.CUDAGraph()
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                self._take(size, loss)
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+        return graph
 
     def _snapshot(self) -> dict[str, Any]:
         tensors = [*self.model.parameters(), *self.model.buffers(), self.cursor, self.sums]

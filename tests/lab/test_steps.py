@@ -1,0 +1,67 @@
+"""A step recorded on a GPU does what the eager one does, alone or beside many others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cpnorm.lab.config import Config
+from cpnorm.lab.data import ImageSet
+from cpnorm.lab.train import Options, Trainer
+
+STEPS = 60
+LOW_RANK = Config(
+    rank=16,
+    init="kaiming_normal",
+    modes=True,
+    dropout=False,
+    augment="none",
+    optimizer="adam",
+    lr=0.001,
+    batch_size=64,
+    epochs=1,
+)
+
+
+@pytest.fixture(scope="module")
+def images() -> ImageSet:
+    """Random images of CIFAR-10's size, whose brightness tells the class."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 10, (64 * STEPS,), generator=generator)
+    pixels = torch.randint(0, 100, (len(labels), 3, 32, 32), generator=generator) + 15 * labels[:, None, None, None]
+    pixels = pixels.to(torch.uint8)
+    names = tuple("0123456789")
+    return ImageSet("random", pixels, labels, pixels[:10], labels[:10], (120.0,) * 3, (60.0,) * 3, names)
+
+
+def mean_losses(config: Config, data: ImageSet, count: int, *, compile: bool = True) -> tuple[list[float], str]:
+    """Of so many runs with the same settings that take turns, and how they took their steps."""
+    runs = [Trainer(config, data, Options(compile=compile)) for _ in range(count)]
+    torch.cuda.synchronize()
+    for run in runs:
+        with run.step.stream():
+            run.step.begin_epoch(0)
+    for batch in range(STEPS):
+        for run in runs:
+            with run.step.stream():
+                run.step(batch)
+    torch.cuda.synchronize()
+    return [run.step.totals()[0] for run in runs], runs[0].step.kind
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", ["none", "weight", "cp"])
+def test_a_recorded_step_is_the_eager_one(norm: str, images: ImageSet) -> None:
+    config = LOW_RANK.replace(norm=norm, precision="fp32")
+    (eager,), _ = mean_losses(config, images, 1, compile=False)
+    (recorded,), kind = mean_losses(config, images, 1)
+    assert kind == ("captured, weights ahead" if norm == "cp" else "captured")
+    assert 0.1 < eager < 2.0  # it learns, and has not finished
+    assert recorded == pytest.approx(eager, rel=0.01)
+
+
+@pytest.mark.gpu
+def test_runs_that_share_a_gpu_do_not_disturb_each_other(images: ImageSet) -> None:
+    (alone,), _ = mean_losses(LOW_RANK, images, 1)
+    together, _ = mean_losses(LOW_RANK, images, 12)
+    assert together == pytest.approx([alone] * 12, rel=0.05)
