@@ -75,7 +75,12 @@ def captured(run: Callable[[], Any], device: str) -> Callable[[], Any]:
         with torch.cuda.graph(graph, stream=stream):
             run()
     torch.cuda.synchronize()
-    return graph.replay
+
+    def replay() -> None:
+        graph.replay()
+
+    replay.kept = run  # type: ignore[attr-defined]  # with the tensors that the graph reads and writes
+    return replay
 
 
 def spread(values: Iterable[float]) -> Spread:

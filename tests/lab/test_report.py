@@ -184,7 +184,7 @@ class TestDocument:
 
     def test_explanations_stand_beside_their_rows(self, results):
         below = next(g for g in blocks(build(results).sections, Grid) if g.caption == "Rows below the paper")
-        cells = {row[0].text: row[2].text for row in below.rows}
+        cells = {row[0].text: row[3].text for row in below.rows}
         assert cells["cifar10/weight-sgd"].startswith("with the code's initialisation")
 
     def test_recipes_are_compared_with_the_best_plain_network(self, results):

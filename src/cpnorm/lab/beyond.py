@@ -60,16 +60,15 @@ def _rate(key: str, rate: float, layers: tuple[str, ...] | None = None) -> Row:
 
 
 def _global(key: str, rate: float, params: int) -> Row:
-    name = f"canonical, Adam, {100 * rate:g} % in all"
-    return _cut(key, name, ADAM, rate, params=params, criterion="gram", refit="als")
+    return _cut(key, f"canonical, Adam, {100 * rate:g} % of all weights", ADAM, rate, params=params)
 
 
 COMPRESS_ROWS = (
     _rate("beyond-compress/50", 0.50),
     _rate("beyond-compress/75", 0.75),
     _rate("beyond-compress/90", 0.90),
-    _global("beyond-compress/90-global", 0.90, 925_317),
-    _global("beyond-compress/95-global", 0.95, 462_658),
+    _global("beyond-compress/95-global", 0.95, 462_658),  # 90 % is beyond-criteria/lambda
+    _global("beyond-compress/98-global", 0.98, 185_063),
     _rate("beyond-compress/conv-91", 0.936, paper.TAI_LAYERS),
 )
 

@@ -184,19 +184,17 @@ class Step:
         # Compiling takes longer than it saves in a short run, and for the last, smaller batch of each epoch.
         steps = self.config.epochs * len(self.order) // self.config.batch_size
         plain = size != self.config.batch_size or steps < COMPILE_FROM_STEPS
-        ways = (
-            ("compiled, captured, weights ahead", compiled_loss(), compiled_rebuild()),
-            ("compiled, captured", compiled_loss(), None),
-            ("captured, weights ahead", batch_loss, rebuilt_weight),
-            ("captured", batch_loss, None),
-        )
-        for kind, loss, rebuild in ways[2 * plain :]:
-            if rebuild is not None and not cpnorm.canonical_layers(self.model):
+        canonical = bool(cpnorm.canonical_layers(self.model))
+        for compiles, ahead in ((True, True), (True, False), (False, True), (False, False)):
+            if (compiles and plain) or (ahead and not canonical):
                 continue
+            kind = ("compiled, " if compiles else "") + "captured" + (", weights ahead" if ahead else "")
+            loss = compiled_loss() if compiles else batch_loss
             before = self._snapshot()
             try:
                 with torch.cuda.stream(self._stream):
-                    if rebuild is not None:
+                    if ahead:
+                        rebuild = compiled_rebuild() if compiles else rebuilt_weight
                         images = normalize(self.data.train_images[:size], *self.recipe[:2], torch.float32)
                         self.ahead = WeightsAhead(rebuilding_layers(self.model, images), self.precision, rebuild)
                     for _ in range(WARM_UP_STEPS):

@@ -106,11 +106,17 @@ def agreement(entries: Sequence[Comparison], records: Records) -> Section:
         section.blocks.append(
             Grid(
                 "Rows below the paper",
-                [Column("row", words=True), Column("verdict", words=True), Column("tested explanation", words=True)],
+                [
+                    Column("row", words=True),
+                    Column("by the last epoch", words=True),
+                    Column("by each run's best", words=True),
+                    Column("tested explanation", words=True),
+                ],
                 [
                     [
                         words(entry.row.key),
                         words(entry.words, entry.status),
+                        words(entry.words_of_best),
                         words(records.explanations.get(entry.row.key, "none yet")),
                     ]
                     for entry in below

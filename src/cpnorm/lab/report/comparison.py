@@ -29,6 +29,7 @@ class Comparison:
     difference_of_best: Difference | None
     status: Status
     words: str
+    words_of_best: str
 
 
 def compare(row: Row, table: Table, records: Records) -> Comparison:
@@ -42,8 +43,9 @@ def compare(row: Row, table: Table, records: Records) -> Comparison:
     difference = welch(last, theirs) if last and theirs else None
     of_best = welch(best, theirs) if best and theirs else None
     status, words = _verdict(published, last, difference, diverged)
+    _, words_of_best = _verdict(published, best, of_best, 0)
     weights = _weights(row, table, records)
-    return Comparison(row, len(runs), diverged, last, best, weights, difference, of_best, status, words)
+    return Comparison(row, len(runs), diverged, last, best, weights, difference, of_best, status, words, words_of_best)
 
 
 def last_epochs(runs: list[Run]) -> Summary | None:
