@@ -130,37 +130,45 @@ def _products(  # type: ignore[no-untyped-def]
 @triton.jit
 def _khatri_rao_gradient(  # type: ignore[no-untyped-def]
     d, big, small, scales, d_big, sums, block, size, rank, width, big_step, small_step,
-    count: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    count: tl.constexpr, padded: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     row = block * rows + tl.arange(0, rows)
-    inside = (row < size)[:, None] & (column < rank)[None, :]
+    part = tl.arange(0, padded)
+    there = column < rank
+    inside = (row < size)[:, None] & there[None, :]
+    parts = (part < count)[:, None] & there[None, :]
+    # Everything is asked for before anything is summed: a sum over rows makes all threads wait. The columns of d go on
+    # to its width, with zeros: without a mask over them they are read eight at a time.
+    place = (row[None, :] * big_step + part[:, None] * small_step)[:, :, None] * width + column[None, None, :]
+    filled = (part < count)[:, None, None] & (row < size)[None, :, None]
+    g = tl.load(d + place, mask=filled, other=0.0).to(tl.float32)
     x = tl.load(big + row[:, None] * rank + column[None, :], mask=inside, other=0.0)
-    total = tl.zeros([rows, columns], tl.float32)
-    for j in tl.static_range(count):
-        place = (row * big_step + j * small_step)[:, None] * width + column[None, :]
-        g = tl.load(d + place, mask=inside, other=0.0).to(tl.float32)
-        k = tl.load(small + j * rank + column, mask=column < rank, other=0.0)
-        total += g * k[None, :]
-        tl.store(sums + (block * count + j) * rank + column, tl.sum(g * x, axis=0), mask=column < rank)
+    k = tl.load(small + part[:, None] * rank + column[None, :], mask=parts, other=0.0)
+    total = tl.sum(g * k[:, None, :], axis=0)
     tl.store(d_big + row[:, None] * rank + column[None, :], total * scales[None, :], mask=inside)
+    of_rows = tl.sum(g * x[None, :, :], axis=1)
+    tl.store(sums + (block * count + part)[:, None] * rank + column[None, :], of_rows, mask=parts)
 
 
 @triton.jit
 def _gradients(  # type: ignore[no-untyped-def]
     sigma, lambdas, a, b, k1, k2, d_left, d_right, d_a, d_b, sums1, sums2, outputs, inputs, rank, width,
-    n1: tl.constexpr, n2: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    n1: tl.constexpr, n2: tl.constexpr, padded1: tl.constexpr, padded2: tl.constexpr,
+    rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     block = tl.program_id(1)
     blocks = tl.cdiv(outputs, rows)
     if block < blocks:
         scales = tl.load(sigma) * tl.load(lambdas + column, mask=column < rank, other=0.0)
-        _khatri_rao_gradient(d_left, a, k1, scales, d_a, sums1, block, outputs, rank, width, n1, 1, n1, rows, columns)
+        _khatri_rao_gradient(
+            d_left, a, k1, scales, d_a, sums1, block, outputs, rank, width, n1, 1, n1, padded1, rows, columns
+        )
     else:
         ones = tl.full([columns], 1.0, tl.float32)
         _khatri_rao_gradient(
-            d_right, b, k2, ones, d_b, sums2, block - blocks, inputs, rank, width, 1, inputs, n2, rows, columns
+            d_right, b, k2, ones, d_b, sums2, block - blocks, inputs, rank, width, 1, inputs, n2, padded2, rows, columns
         )
 
 
@@ -173,21 +181,21 @@ def _less_radial_part(  # type: ignore[no-untyped-def]
     there = column < rank
     part = tl.arange(0, padded)
     piece = tl.arange(0, blocks)
-    offset = (piece[:, None, None] * count + part[None, :, None]) * rank + column[None, None, :]
-    known = (piece * rows < size)[:, None, None] & (part < count)[None, :, None] & there[None, None, :]
-    total = tl.sum(tl.load(sums + offset, mask=known, other=0.0), axis=0)  # (count, R): over all rows of the big factor
-    small_place = part[:, None] * rank + column[None, :]
-    small_inside = (part < count)[:, None] & there[None, :]
-    k = tl.load(small + small_place, mask=small_inside, other=0.0)
-    by_scale = tl.sum(total * k, axis=0)
-    radial = by_scale * scales  # of every vector's gradient: see UnitTerms
-    if block == 0:
-        tl.store(d_small + small_place, total * scales[None, :] - k * radial[None, :], mask=small_inside)
     row = block * rows + tl.arange(0, rows)
     inside = (row < size)[:, None] & there[None, :]
     place = row[:, None] * rank + column[None, :]
     x = tl.load(big + place, mask=inside, other=0.0)
     g = tl.load(d_big + place, mask=inside, other=0.0)
+    small_place = part[:, None] * rank + column[None, :]
+    small_inside = (part < count)[:, None] & there[None, :]
+    k = tl.load(small + small_place, mask=small_inside, other=0.0)
+    offset = (piece[:, None, None] * count + part[None, :, None]) * rank + column[None, None, :]
+    known = (piece * rows < size)[:, None, None] & (part < count)[None, :, None] & there[None, None, :]
+    total = tl.sum(tl.load(sums + offset, mask=known, other=0.0), axis=0)  # (count, R): over all rows of the big factor
+    by_scale = tl.sum(total * k, axis=0)
+    radial = by_scale * scales  # of every vector's gradient: see UnitTerms
+    if block == 0:
+        tl.store(d_small + small_place, total * scales[None, :] - k * radial[None, :], mask=small_inside)
     tl.store(d_big + place, g - x * radial[None, :], mask=inside)
     return by_scale
 
@@ -261,11 +269,11 @@ class RebuiltConv2d(torch.autograd.Function):
         blocks = triton.cdiv(outputs, rows), triton.cdiv(inputs, rows)
         by_scale = torch.empty_like(lambdas)
         sums1, sums2 = (lambdas.new_empty(count * n, rank) for count, n in zip(blocks, (n1, n2), strict=True))
-        padded = (triton.next_power_of_2(number) for number in (n1, n2, *blocks))
+        padded = [triton.next_power_of_2(number) for number in (n1, n2, *blocks)]
         grid = (triton.cdiv(rank, columns), sum(blocks))
         _gradients[grid](
             sigma, lambdas, a, b, k1, k2, d_left, d_right, d_a, d_b, sums1, sums2, outputs, inputs, rank, width,
-            n1, n2, rows, columns
+            n1, n2, *padded[:2], rows, columns
         )  # fmt: skip
         _project[grid](
             sigma, lambdas, a, b, k1, k2, d_lambdas, by_scale, d_a, d_b, d_k1, d_k2, sums1, sums2, outputs, inputs,
