@@ -167,7 +167,7 @@ def expected_seconds(job: Job, images: int = 50_000) -> float:
     """A guess from the measured cost of a step on one H200."""
     config = job.config
     steps = config.epochs * -(-{"svhn": 73_257, "mnist": 60_000}.get(config.data, images) // config.batch_size)
-    small = 0.25 if config.model == "lenet" else 1.0
+    small = 0.5 if config.model == "lenet" else 1.0
     return steps * STEP_MS[config.norm] * small / 1000
 
 

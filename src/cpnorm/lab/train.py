@@ -66,6 +66,8 @@ class Trainer:
             self.precision = "bf16" if self.device.type == "cuda" else "fp32"
         torch.set_float32_matmul_precision("highest" if self.precision == "fp32" else "high")
         self.model = model.to(self.device) if model is not None else build_model(config, data, self.device, progress)
+        if self.device.type == "cuda":  # as the images are: gradients come that way, and need no copy
+            self.model.to(memory_format=torch.channels_last)
         self.weights = sum(p.numel() for p in self.model.parameters())
         self.optimizer = make_optimizer(config, self.model, self.device)
         layers = cpnorm.canonical_layers(self.model).items()
