@@ -67,7 +67,7 @@ class Trainer:
         torch.set_float32_matmul_precision("highest" if self.precision == "fp32" else "high")
         self.model = model.to(self.device) if model is not None else build_model(config, data, self.device, progress)
         if self.device.type == "cuda":  # as the images are: gradients come that way, and need no copy
-            self.model.to(memory_format=torch.channels_last)
+            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.weights = sum(p.numel() for p in self.model.parameters())
         self.optimizer = make_optimizer(config, self.model, self.device)
         layers = cpnorm.canonical_layers(self.model).items()
