@@ -17,6 +17,7 @@ from torch import Tensor
 SHORT = (128, 16)
 MIDDLE = (32, 256)
 TALL = (8, 1024)
+RENORMALIZE_WARPS = 8
 
 
 @triton.jit
@@ -88,10 +89,14 @@ class Renormalizer:
     def __call__(self) -> None:
         """Unit columns again, everywhere, in one launch."""
         tiny = torch.finfo(torch.float32).tiny
-        _renormalize[(len(self.table),)](self.table, tiny, *SHORT, *MIDDLE, *TALL, num_warps=8)
+        _renormalize[(len(self.table),)](self.table, tiny, *SHORT, *MIDDLE, *TALL, num_warps=RENORMALIZE_WARPS)
 
 
 # --- rebuilding -------------------------------------------------------------------------------------------------------
+
+# Rows and columns of the factors that one program holds, and its warps.
+PRODUCTS = (16, 128, 4)
+GRADIENTS = (32, 64, 4)
 
 
 @triton.jit
@@ -248,10 +253,11 @@ class RebuiltConv2d(torch.autograd.Function):
         width = triton.cdiv(rank, 64) * 64  # tensor cores and cache lines both want round numbers
         left = a.new_empty(outputs * n1, width, dtype=dtype)
         right = a.new_empty(n2 * inputs, width, dtype=dtype)
-        rows, columns = 16, 128
+        rows, columns, warps = PRODUCTS
         grid = (triton.cdiv(width, columns), triton.cdiv(outputs, rows) + triton.cdiv(inputs, rows))
         _products[grid](
-            sigma, lambdas, a, b, k1, k2, left, right, outputs, inputs, rank, width, n1, n2, rows, columns, num_warps=4
+            sigma, lambdas, a, b, k1, k2, left, right, outputs, inputs, rank, width, n1, n2, rows, columns,
+            num_warps=warps,
         )  # fmt: skip
         ctx.save_for_backward(sigma, lambdas, *factors, left, right)
         return (left @ right.mT).reshape(outputs, n1, n2, inputs).permute(0, 3, 1, 2)
@@ -265,7 +271,7 @@ class RebuiltConv2d(torch.autograd.Function):
         d_left, d_right = matrix @ right, matrix.mT @ left
         d_sigma, d_lambdas, d_a, d_b, d_k1, d_k2 = (torch.empty_like(p) for p in (sigma, lambdas, a, b, k1, k2))
         # Rows are cut into blocks, so that a whole GPU has work; each leaves its part of the sums over the rows.
-        rows, columns = 32, 64
+        rows, columns, warps = GRADIENTS
         blocks = triton.cdiv(outputs, rows), triton.cdiv(inputs, rows)
         by_scale = torch.empty_like(lambdas)
         sums1, sums2 = (lambdas.new_empty(count * n, rank) for count, n in zip(blocks, (n1, n2), strict=True))
@@ -273,11 +279,11 @@ class RebuiltConv2d(torch.autograd.Function):
         grid = (triton.cdiv(rank, columns), sum(blocks))
         _gradients[grid](
             sigma, lambdas, a, b, k1, k2, d_left, d_right, d_a, d_b, sums1, sums2, outputs, inputs, rank, width,
-            n1, n2, *padded[:2], rows, columns
+            n1, n2, *padded[:2], rows, columns, num_warps=warps,
         )  # fmt: skip
         _project[grid](
             sigma, lambdas, a, b, k1, k2, d_lambdas, by_scale, d_a, d_b, d_k1, d_k2, sums1, sums2, outputs, inputs,
-            rank, n1, n2, *padded, rows, columns
+            rank, n1, n2, *padded, rows, columns, num_warps=warps,
         )  # fmt: skip
         _dot[1,](by_scale, lambdas, d_sigma, rank, 1024)
         return None, d_sigma, d_lambdas, d_a, d_b, d_k1, d_k2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 
@@ -58,6 +60,26 @@ def test_a_recorded_step_is_the_eager_one(norm: str, images: ImageSet) -> None:
     assert kind == ("captured, weights ahead" if norm == "cp" else "captured")
     assert 0.1 < eager < 2.0  # it learns, and has not finished
     assert recorded == pytest.approx(eager, rel=0.01)
+
+
+@pytest.mark.gpu
+def test_a_run_saved_in_the_middle_of_an_epoch_goes_on(images: ImageSet) -> None:
+    (whole,), _ = mean_losses(LOW_RANK, images, 1)
+    first = Trainer(LOW_RANK, images)
+    steps = first.run()
+    for _ in range(STEPS // 2):  # handed over faster than they are done
+        with first.step.stream():
+            next(steps)
+    file = io.BytesIO()
+    torch.save(first.state(), file)
+    file.seek(0)
+    second = Trainer(LOW_RANK, images)
+    second.load_state(torch.load(file, weights_only=True))
+    assert second.step.cursor.item() == STEPS // 2 * LOW_RANK.batch_size
+    with second.step.stream():
+        for _ in second.run():
+            pass
+    assert second.history[0]["loss"] == pytest.approx(whole, rel=0.05)
 
 
 @pytest.mark.gpu

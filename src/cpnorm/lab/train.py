@@ -85,6 +85,12 @@ class Trainer:
             rank=self.rank,
             world=self.world,
         )
+        self._wait()
+
+    def _wait(self) -> None:
+        """Until the device has done all that was asked of it: steps run on a stream of their own."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     # --- a run as a sequence of steps ---
 
@@ -188,6 +194,7 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """All of it, to go on with bit for bit on the CPU."""
+        self._wait()
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -208,6 +215,7 @@ class Trainer:
         self.history, self.diverged = state["history"], state["diverged"]
         self.initial_lambdas = state["initial_lambdas"]
         self.step.load_state(state["step"], self.epoch)
+        self._wait()
 
     def record(self) -> dict[str, Any]:
         """What is worth keeping of a run, as plain JSON."""
