@@ -177,7 +177,7 @@ def accuracy_against_weights(records: Records, own_rows: Sequence[str]) -> list[
         margin = 0.08 * (max(ys) - low) + 0.05
         plot = Plot(
             f"Accuracy against weights on {name}",
-            (min(xs) / 1.5, max(xs) * 1.5),
+            (min(xs) / 1.5, max(xs) * 3),  # names stand to the right of their points
             (low - margin, min(max(ys) + margin, 100.0)),
             x_label="weights",
             y_label="test accuracy, %",
@@ -191,7 +191,8 @@ def accuracy_against_weights(records: Records, own_rows: Sequence[str]) -> list[
         )
         for entries, style, shape, label in kinds:
             for x, y, spread, note in entries:
-                name_beside = note.partition(":")[0].rpartition("/")[2] if entries is own else ""
+                named = entries is own and _is_best_of_its_size((x, y), own)
+                name_beside = note.partition(":")[0].rpartition("/")[2] if named else ""
                 plot.dot((x, y), style, note, shape=shape, spread=spread, label=name_beside)
             if entries:
                 plot.name(shape, style, label)
@@ -203,6 +204,12 @@ def accuracy_against_weights(records: Records, own_rows: Sequence[str]) -> list[
 
 
 Marked = tuple[float, float, float, str]  # weights, accuracy, sd, note
+
+
+def _is_best_of_its_size(point: tuple[float, float], points: Sequence[Marked]) -> bool:
+    """Whether none with as many weights, give or take a tenth, is more accurate: the others' names would cover it."""
+    weights, accuracy = point
+    return all(y <= accuracy for x, y, *_ in points if 0.9 < x / weights < 1.1)
 
 
 def _points(
