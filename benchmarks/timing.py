@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+import cpnorm
+
 RESULTS = Path(__file__).parent / "results"
 Spread = dict[str, float]  # median, min, max
 Row = Mapping[str, Any]  # column -> text, number, truth or spread
@@ -167,8 +169,8 @@ def write(
 
 def machine() -> dict[str, Any]:
     """Hardware and versions, to be stored with every result."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("cpnorm", "numpy", "tensorly", "tensorly-torch"):
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "cpnorm": cpnorm.__version__}
+    for package in ("numpy", "tensorly", "tensorly-torch"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
