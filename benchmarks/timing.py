@@ -78,10 +78,9 @@ def captured(run: Callable[[], Any], device: str) -> Callable[[], Any]:
             run()
     torch.cuda.synchronize()
 
-    def replay() -> None:
+    def replay(_kept: Callable[[], Any] = run) -> None:  # with it live the tensors that the graph reads and writes
         graph.replay()
 
-    replay.kept = run  # type: ignore[attr-defined]  # with the tensors that the graph reads and writes
     return replay
 
 
