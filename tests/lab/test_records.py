@@ -47,6 +47,14 @@ class TestBrokenLines:
             read_results(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize(
+    ("cut", "expected"), [(None, None), ({"accuracy_cut": 81.07}, 81.07), ({"accuracy_cut": "?"}, None), ([1], None)]
+)
+def test_accuracy_right_after_a_cut(tmp_path, cut, expected):
+    (run,) = read_results(write(tmp_path, {**RUN, "compress": cut})).runs["mnist/none-sgd"]
+    assert run.right_after_the_cut == expected
+
+
 def test_runs_come_by_row_in_the_order_of_their_seeds(tmp_path):
     write(tmp_path, {**RUN, "seed": 2}, {**RUN, "seed": 0}, {**RUN, "seed": 10})
     write(tmp_path, {**RUN, "row": "mnist/cp-sgd"}, name="other.jsonl")

@@ -62,6 +62,10 @@ def section(records: Records) -> Section:
 
 def own_grid(title: str, keys: Sequence[str], records: Records) -> Grid:
     """Accuracy and weights of our recipes, and how they stand to the plain network."""
+    cuts = {
+        key: summarize(value for run in records.finished(key) if (value := run.right_after_the_cut) is not None)
+        for key in keys
+    }
     rows = []
     for key in keys:
         runs = records.finished(key)
@@ -76,6 +80,7 @@ def own_grid(title: str, keys: Sequence[str], records: Records) -> Grid:
         rows.append(
             [
                 words(key.partition("/")[2] or key),
+                *([mean_sd(cuts[key])] if any(cuts.values()) else []),
                 mean_sd(last),
                 mean_sd(best),
                 number(best.max if best else None),
@@ -89,6 +94,7 @@ def own_grid(title: str, keys: Sequence[str], records: Records) -> Grid:
         )
     columns = [
         Column("row", words=True),
+        *([Column("after the cut", "ours")] if any(cuts.values()) else []),
         *(Column(name, "ours") for name in ("last epoch", "best epoch", "max", "weights", "n")),
         Column("plain network", "against", words=True),
         *(Column(name, "against") for name in ("points", "p", "fewer weights")),

@@ -36,6 +36,13 @@ class Run:
         config = self.raw.get("config")
         return config if isinstance(config, dict) else {}
 
+    @property
+    def right_after_the_cut(self) -> float | None:
+        """Accuracy of a truncated network before its fine-tuning."""
+        cut = self.raw.get("compress")
+        value = cut.get("accuracy_cut") if isinstance(cut, dict) else None
+        return float(value) if isinstance(value, int | float) and 0 <= value <= 100 else None
+
 
 @dataclass(frozen=True)
 class RankEstimate:
