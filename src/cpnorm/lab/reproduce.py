@@ -303,8 +303,8 @@ def base_of(job: Job, store: Results) -> Job | None:
     assert job.row.starts_from is not None
     source, seed = all_rows()[job.row.starts_from], job.seed
     if cut.start == "best":
-        finished = {s: line["final"] for (key, s), line in store.done().items() if key == source.key}
-        seed = max(finished, key=lambda s: finished[s]) if finished else 0
+        lines = {s: line for (key, s), line in store.done().items() if key == source.key and not line["diverged"]}
+        seed = max(lines, key=lambda s: lines[s]["final"]) if lines else 0
     return Job(source, seed)
 
 
