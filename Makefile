@@ -10,7 +10,7 @@ OLDEST_TESTS := tests/test_checkpoint.py tests/lab/test_data.py tests/lab/test_f
 
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4
 
-.PHONY: demo test test-slow test-kill test-oldest coverage mutate docs test-package bench bench-gpu lint format clean
+.PHONY: demo test test-slow test-gpu test-kill test-oldest coverage mutate docs test-package bench bench-gpu lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/lab.stamp
@@ -21,6 +21,9 @@ test: lint
 
 test-slow: $(VENV)/dev.stamp
 	$(PYTEST) -m slow
+
+test-gpu: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -n0 -m gpu tests
 
 test-kill: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -n0 -m kill tests/trust
