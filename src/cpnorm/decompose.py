@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from cpnorm.arguments import expect, expect_generator, is_number, whole
-from cpnorm.tensor import CPTensor, khatri_rao
+from cpnorm.sweeps import Progress, als_sweeps, power_sweep, random_units, repeat, svd_of_wide, unit_rows
+from cpnorm.tensor import CPTensor
 
-Progress = Callable[[int, int], None]  # (done, of how many)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ def cp_exact(weight: Tensor, rank: int | None = None, *, generator: torch.Genera
     rank = _checked_rank(exact_rank(dense.shape) if rank is None else rank, weight)
     *kernel, middle, longest = sorted(range(dense.ndim), key=lambda mode: dense.shape[mode])
     slices = dense.permute(*kernel, middle, longest).reshape(-1, dense.shape[middle], dense.shape[longest])
-    left, values, right = _svd_of_wide(slices)
+    left, values, right = svd_of_wide(slices)
     kept = values.flatten().argsort(descending=True, stable=True)[:rank]
 
     factors = [dense.new_empty(0)] * dense.ndim
@@ -69,7 +69,7 @@ def cp_exact(weight: Tensor, rank: int | None = None, *, generator: torch.Genera
 
     extra = rank - len(kept)
     lambdas = torch.cat([values.flatten()[kept], dense.new_zeros(extra)])
-    factors = [torch.cat([f, _random_units(extra, len(f), dense, generator).mT], 1) for f in factors]
+    factors = [torch.cat([f, random_units(extra, len(f), dense, generator).mT], 1) for f in factors]
     return _as_given(weight, scale, lambdas, factors)
 
 
@@ -107,7 +107,7 @@ def cp_power(
     # Both layouts are kept: with few candidates a product with a transposed matrix is several times slower on a CPU.
     residual = dense.permute(order).reshape(sizes[0], -1).clone()
     transposed = residual.mT.contiguous()
-    starts = [_random_units(rank + restarts, size, dense, generator) for size in sizes]
+    starts = [random_units(rank + restarts, size, dense, generator) for size in sizes]
     slots = torch.arange(restarts, device=dense.device)
     term = torch.zeros(1, dtype=torch.long, device=dense.device)
     lambdas = dense.new_zeros(rank)
@@ -122,8 +122,8 @@ def cp_power(
     def next_term() -> None:  # no Python value depends on a tensor here, so that a GPU can capture and replay it
         candidates = list(pool)
         for _ in range(iterations):
-            values = _power_sweep(residual, transposed, candidates)
-        candidates[0], lengths = _unit_rows(candidates[0])
+            values = power_sweep(residual, transposed, candidates)
+        candidates[0], lengths = unit_rows(candidates[0])
         values = values / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
         best = values.argmax(keepdim=True)
         winner = [c[best] for c in candidates]  # (1, d)
@@ -140,7 +140,7 @@ def cp_power(
         for slot, start, candidate in zip(pool, fresh(), candidates, strict=True):
             slot.copy_(torch.where(again, start, candidate))
 
-    _repeat(next_term, rank, dense.device, progress)
+    repeat(next_term, rank, dense.device, progress)
     factors = [found[order.index(mode)].mT.contiguous() for mode in range(dense.ndim)]
     return _as_given(weight, scale, lambdas, factors)
 
@@ -186,13 +186,13 @@ def cp_als(
             raise ValueError(f"expected an init of finite numbers, got NaN or infinity in one of shape {init.shape}")
         start = CPTensor.from_terms(start.sigma * start.lambdas / scale, start.factors).to(dense.dtype)
     elif init == "random":
-        units = [_random_units(rank, size, dense, generator).mT for size in dense.shape]
+        units = [random_units(rank, size, dense, generator).mT for size in dense.shape]
         start = CPTensor.from_terms(dense.new_zeros(rank), units)
     elif init in ("power", "exact"):
         start = (cp_power if init == "power" else cp_exact)(dense, rank, generator=generator)
     else:
         raise ValueError(f"expected init to be 'random', 'power', 'exact' or a CPTensor, got {init!r}")
-    fitted = _als(dense, start, sweeps=sweeps, tolerance=tolerance, ridge=ridge)
+    fitted = als_sweeps(dense, start, sweeps=sweeps, tolerance=tolerance, ridge=ridge)
     fitted = fitted.select(fitted.lambdas.argsort(descending=True, stable=True))
     return _as_given(weight, scale, fitted.lambdas, fitted.factors)
 
@@ -271,7 +271,7 @@ def _errors_by_growth(
             torch.cat([below.lambdas, new.lambdas]),
             [torch.cat(pair, 1) for pair in zip(below.factors, new.factors, strict=True)],
         )
-        grown = _als(dense, start, sweeps=sweeps, tolerance=1e-5, ridge=0.1, enough=largest_error)
+        grown = als_sweeps(dense, start, sweeps=sweeps, tolerance=1e-5, ridge=0.1, enough=largest_error)
         errors[rank] = torch.linalg.vector_norm(dense - grown.to_dense()).item()
         if errors[rank] <= largest_error:
             high = rank
@@ -282,127 +282,6 @@ def _errors_by_growth(
     if progress:
         progress(total, total)
     return errors
-
-
-def _svd_of_wide(slices: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # (K, d, D), d <= D -> (K, d, d), (K, d), (K, d, D)
-    """Singular vectors and values, the vectors on the right as unit rows, in no order.
-
-    In single precision by way of the eigenvectors of the small Gram matrices in double precision, which is two to six
-    times faster than an SVD and loses nothing: the left vectors are orthogonal whatever happens, so left @ left.mT
-    gives the slices back to rounding.
-    """
-    if slices.dtype == torch.float64:
-        left, values, right = torch.linalg.svd(slices, full_matrices=False)
-        return left, values, right
-    wide = slices.double()
-    left = torch.linalg.eigh(wide @ wide.mT).eigenvectors
-    right, values = _unit_rows(left.mT @ wide)
-    return left.to(slices.dtype), values.to(slices.dtype), right.to(slices.dtype)
-
-
-def _power_sweep(residual: Tensor, transposed: Tensor, candidates: list[Tensor]) -> Tensor:
-    # (d1, d2 * d3 ...), its transpose, [(S, d_i)] -> (S,)
-    """Replaces each mode of all candidates once; returns the values of the terms.
-
-    The first mode is left unscaled, and the values with it: a sweep does not depend on the scale of either.
-    """
-    behind = [candidates[-1]]  # outer products of the modes from each one on
-    for vectors in candidates[-2:0:-1]:
-        behind.append((vectors[:, :, None] @ behind[-1][:, None]).flatten(1))
-    candidates[0] = behind.pop() @ transposed
-    rest = candidates[0] @ residual  # the largest mode is gone: all further products are small
-    for mode in range(1, len(candidates) - 1):
-        rest = rest.view(*candidates[mode].shape, -1)
-        candidates[mode], _ = _unit_rows((rest @ behind.pop()[:, :, None]).squeeze(2))
-        rest = candidates[mode][:, None] @ rest
-    candidates[-1], values = _unit_rows(rest.flatten(1))
-    return values
-
-
-def _repeat(step: Callable[[], None], times: int, device: torch.device, progress: Progress | None) -> None:
-    """Runs the step so often; on a GPU, where it is bound by launches, once for real and then as a replayed graph."""
-    report = progress or (lambda done, total: None)
-    if device.type != "cuda" or times < 8:
-        for done in range(times):
-            step()
-            report(done + 1, times)
-        return
-    with torch.cuda.device(device):
-        beside = torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
-            step()
-        torch.cuda.current_stream().wait_stream(beside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()  # recorded, not run
-        for done in range(1, times):
-            graph.replay()
-            report(done + 1, times)
-        torch.cuda.synchronize()  # the graph and its memory go when this function returns
-
-
-def _als(
-    dense: Tensor, start: CPTensor, *, sweeps: int, tolerance: float, ridge: float, enough: float = 0.0
-) -> CPTensor:
-    """Sweeps over a ``dense`` of norm 1, until the error is less than ``enough`` or no longer falls."""
-    epsilon = torch.finfo(dense.dtype).eps
-    error = min(torch.linalg.vector_norm(dense - start.to_dense()).item(), 1.0)
-    order = sorted(range(dense.ndim), key=lambda mode: -dense.shape[mode])
-    matrix = dense.permute(order).reshape(dense.shape[order[0]], -1)
-    factors, lambdas = [start.factors[mode] for mode in order], start.sigma * start.lambdas
-    grams = [f.mT @ f for f in factors]
-    one, eye = dense.new_ones(1, start.rank), torch.eye(start.rank, dtype=dense.dtype, device=dense.device)
-    for _ in range(sweeps):
-        if error < max(10 * epsilon, enough):
-            break
-        before, damping, rest = (lambdas, list(factors)), ridge * error**2, matrix
-        behind = [one]  # Khatri-Rao products of the modes behind each one
-        for factor in factors[:0:-1]:
-            behind.append(khatri_rao([factor, behind[-1]]))
-        for mode in range(len(factors)):
-            if mode == 0:
-                projected = matrix @ behind.pop()  # (d, R)
-            else:
-                rest = rest.view(len(factors[mode]), -1, start.rank)
-                projected = (rest * behind.pop()).sum(1)
-            normal = reduce(torch.mul, grams[:mode] + grams[mode + 1 :])
-            solved = _solve_damped(normal, eye, projected, damping)
-            units, lambdas = _unit_rows(solved.mT)
-            factors[mode], grams[mode] = units.mT, units @ units.mT
-            # The largest mode is contracted by one matrix product for all modes behind it; these are small.
-            rest = matrix.mT @ factors[0] if mode == 0 else (rest * factors[mode][:, None]).sum(0)
-        squared = 1 + ((solved @ normal - 2 * projected) * solved).sum(dtype=torch.float64).item()
-        if squared < math.sqrt(epsilon):  # the difference of large numbers is mostly rounding: measure it instead
-            squared = (matrix - (factors[0] * lambdas) @ khatri_rao(factors[1:]).mT).square().sum().item()
-        previous, error = error, math.sqrt(squared)
-        if error > previous:
-            lambdas, factors = before
-        if previous - error < tolerance:
-            break
-    return CPTensor.from_terms(lambdas, [factors[order.index(mode)] for mode in range(dense.ndim)])
-
-
-def _solve_damped(normal: Tensor, eye: Tensor, right: Tensor, damping: float) -> Tensor:  # (R, R), (d, R) -> (d, R)
-    """Solves x @ (normal + damping * eye) = right; a system still singular gets as much damping as it needs."""
-    while True:
-        lower, failed = torch.linalg.cholesky_ex(torch.add(normal, eye, alpha=damping))
-        if not failed or damping > len(normal):  # with more than this its diagonal makes it positive definite
-            return torch.cholesky_solve(right.mT, lower).mT
-        damping = max(10 * damping, torch.finfo(normal.dtype).eps)
-
-
-def _unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:  # (..., d) -> (..., d), (...)
-    """Rows divided by their norms, and the norms; a row of zeros stays zero."""
-    norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    return rows / norms.clamp_min(torch.finfo(rows.dtype).tiny), norms.squeeze(-1)
-
-
-def _random_units(count: int, size: int, like: Tensor, generator: torch.Generator | None) -> Tensor:  # (count, size)
-    """Random unit rows, drawn where the generator lives, so that one on the CPU gives a GPU the same numbers."""
-    device = like.device if generator is None else generator.device
-    drawn = torch.randn(count, size, generator=generator, device=device, dtype=like.dtype).to(like.device)
-    return _unit_rows(drawn)[0]
 
 
 def _scaled(weight: Tensor) -> tuple[Tensor, float]:

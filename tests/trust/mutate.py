@@ -35,6 +35,7 @@ LAWS = "tests/test_layers.py"
 TESTS = {  # the quickest to notice first
     "tensor.py": ["tests/test_tensor.py", "src/cpnorm/tensor.py", LAWS],
     "decompose.py": ["tests/test_decompose.py", "src/cpnorm/decompose.py"],
+    "sweeps.py": ["tests/test_decompose.py", "src/cpnorm/decompose.py"],
     "contract.py": ["tests/test_contract.py", "src/cpnorm/contract.py", LAWS],
     "compress.py": ["tests/test_compress.py", "src/cpnorm/compress.py"],
 }
