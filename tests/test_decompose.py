@@ -244,6 +244,12 @@ class TestAls:
         greedy = cp_power(weight, 8, generator=seeded())
         assert cp_als(weight, 8, init=greedy).fit(weight) > greedy.fit(weight)
 
+    def test_a_start_that_is_exact_is_left_alone(self):
+        unit = cp_exact(torch.randn(5, 4, 3, generator=seeded()), 1)
+        factors = [factor.repeat(1, 2) for factor in unit.factors]  # the same term twice, which could be split anyhow
+        start = CPTensor.from_terms(torch.tensor([6.0, 3.0]), factors)
+        torch.testing.assert_close(cp_als(start.to_dense(), 2, init=start).lambdas, torch.tensor([6.0, 3.0]))
+
     def test_a_start_of_another_scale_or_precision_will_do(self):
         weight = planted((8, 7, 3), 4) * 1e4
         start = cp_power(weight, 4, generator=seeded())
