@@ -144,9 +144,9 @@ def _khatri_rao_gradient(  # type: ignore[no-untyped-def]
     inside = (row < size)[:, None] & there[None, :]
     parts = (part < count)[:, None] & there[None, :]
     # Everything is asked for before anything is summed: a sum over rows makes all threads wait. The columns of d go on
-    # to its width, with zeros: without a mask over them they are read eight at a time.
+    # to its width, with zeros: up to there they are read eight at a time.
     place = (row[None, :] * big_step + part[:, None] * small_step)[:, :, None] * width + column[None, None, :]
-    filled = (part < count)[:, None, None] & (row < size)[None, :, None]
+    filled = (part < count)[:, None, None] & (row < size)[None, :, None] & (column < width)[None, None, :]
     g = tl.load(d + place, mask=filled, other=0.0).to(tl.float32)
     x = tl.load(big + row[:, None] * rank + column[None, :], mask=inside, other=0.0)
     k = tl.load(small + part[:, None] * rank + column[None, :], mask=parts, other=0.0)
@@ -272,6 +272,7 @@ class RebuiltConv2d(torch.autograd.Function):
         d_sigma, d_lambdas, d_a, d_b, d_k1, d_k2 = (torch.empty_like(p) for p in (sigma, lambdas, a, b, k1, k2))
         # Rows are cut into blocks, so that a whole GPU has work; each leaves its part of the sums over the rows.
         rows, columns, warps = GRADIENTS
+        rows = min(rows, max(1, 4 * rows // triton.next_power_of_2(max(n1, n2))))  # a block is held with all its parts
         blocks = triton.cdiv(outputs, rows), triton.cdiv(inputs, rows)
         by_scale = torch.empty_like(lambdas)
         sums1, sums2 = (lambdas.new_empty(count * n, rank) for count, n in zip(blocks, (n1, n2), strict=True))
