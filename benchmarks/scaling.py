@@ -11,7 +11,6 @@ in bf16, so that kernels are timed and not their launches; there the peak of mem
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import statistics
@@ -110,7 +109,7 @@ def measure(share: float, batch: int, width: float, device: str, rounds: int) ->
         if name == "planned":
             costs = modelled(model, x)
         if x.is_cuda:
-            memory[name] = peak_megabytes(copy.deepcopy(model), x)
+            memory[name] = peak_megabytes(model, x)
         runs[name] = timing.captured(partial(one_pass, model, x), device)
     seconds = timing.interleaved(runs, rounds)
     best = min(("rebuilt", "factors"), key=lambda name: timing.spread(seconds[name])["median"])

@@ -20,7 +20,7 @@ from cpnorm.lab.data import ImageSet, augment, normalize
 
 log = logging.getLogger("cpnorm.lab")
 
-COMPILE_FROM_STEPS = 50_000  # compiling takes some 20 s
+COMPILE_FROM_STEPS = 50_000  # compiling takes some 20 s; from where on it pays is a guess
 WARM_UP_STEPS = 3  # before a capture, so that libraries have chosen their kernels and buffers exist
 Loss = Callable[..., tuple[Tensor, Tensor]]
 

@@ -19,6 +19,7 @@ OPTIMIZERS = {"sgd": "SGD", "rmsprop": "RMSprop"}
 METHODS = {"none": "none", "weight": "weight", "cp": "CP"}
 # A level of accuracy is set by the error left: this many times that of the weakest method at its end.
 ERROR_FACTORS = {"early": 2.0, "late": 1.25}
+TOLERATED = 1.0  # points of accuracy that compression may cost
 
 
 @dataclass(frozen=True)
@@ -302,7 +303,6 @@ def _is_kept(loss: Difference) -> bool:
     return loss.value >= -TOLERATED and not (loss.significant and loss.value < 0)
 
 
-TOLERATED = 1.0  # points of accuracy
 COMPRESSION_QUESTION = "Does compression by λ work?"
 COMPRESSION_PAPER = "Consequently, the CP-formulation allows straightforward weight compression by truncation."
 
