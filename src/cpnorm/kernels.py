@@ -16,8 +16,8 @@ from torch import Tensor
 # has too few columns for a whole GPU, so that a program takes only a 32-byte sector of each of its rows.
 SHORT = (128, 16)
 MIDDLE = (32, 256)
-TALL = (8, 1024)
-RENORMALIZE_WARPS = 8
+TALL = (16, 512)
+RENORMALIZE_WARPS = 16
 
 
 @triton.jit
@@ -96,7 +96,7 @@ class Renormalizer:
 
 # Rows and columns of the factors that one program holds, and its warps.
 PRODUCTS = (16, 128, 4)
-GRADIENTS = (32, 64, 4)
+GRADIENTS = (64, 32, 4)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import torch
 
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet
-from cpnorm.lab.train import Options, Trainer
+from cpnorm.lab.train import Options, Trainer, drive, means
 
 STEPS = 60
 LOW_RANK = Config(
@@ -48,7 +48,7 @@ def mean_losses(config: Config, data: ImageSet, count: int, *, compile: bool = T
             with run.step.stream():
                 run.step(batch)
     torch.cuda.synchronize()
-    return [run.step.totals()[0] for run in runs], runs[0].step.kind
+    return [means(run.step.totals().tolist())[0] for run in runs], runs[0].step.kind
 
 
 @pytest.mark.gpu
@@ -87,3 +87,15 @@ def test_runs_that_share_a_gpu_do_not_disturb_each_other(images: ImageSet) -> No
     (alone,), _ = mean_losses(LOW_RANK, images, 1)
     together, _ = mean_losses(LOW_RANK, images, 12)
     assert together == pytest.approx([alone] * 12, rel=0.05)
+
+
+@pytest.mark.gpu
+def test_the_line_of_an_epoch_is_about_that_epoch(images: ImageSet) -> None:
+    runs = [Trainer(LOW_RANK.replace(seed=seed), images) for seed in range(3)]
+    drive([(run, None) for run in runs])
+    for run in runs:
+        loss, _ = run.evaluate(images.test_images.cuda(), images.test_labels.cuda())
+        assert run.history[0]["test_loss"] == pytest.approx(loss, abs=1e-4)
+        layer = run.history[0]["layers"]["features.3"]
+        assert layer["sigma"] == pytest.approx(run.model.get_parameter("features.3.sigma").item(), rel=1e-4)
+        assert len(layer["lambdas"]) == 16

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import cpnorm
+from cpnorm.lab import compiling
 from cpnorm.lab.ahead import WeightsAhead, compiled_rebuild, rebuilding_layers, rebuilt_weight
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet, augment, normalize
@@ -27,24 +28,32 @@ Loss = Callable[..., tuple[Tensor, Tensor]]
 
 def batch_loss(
     model: nn.Module,
-    images: Tensor,  # (N, C, H, W) uint8
-    labels: Tensor,  # (N,)
+    images: Tensor,  # (all, C, H, W) uint8
+    labels: Tensor,  # (all,)
+    order: Tensor,  # (all,)
+    cursor: Tensor,  # (): where in the order the batch begins
+    offsets: Tensor,  # (N,): 0, 1, ...
     mean: tuple[float, ...],  # (C,)
     std: tuple[float, ...],
     mode: Any,
     smoothing: float,
     precision: str,
 ) -> tuple[Tensor, Tensor]:
-    """Augment, normalise, run the model: summed loss and number of right answers."""
-    x = normalize(augment(images, mode), mean, std, torch.float32)
+    """Gather, augment, normalise, run the model: the summed loss; and for the record loss, right answers and images.
+
+    All in one, so that a compiler leaves few kernels of it.
+    """
+    index = order[cursor + offsets]
+    answers = labels[index]
+    x = normalize(augment(images[index], mode), mean, std, torch.float32)
     if x.is_cuda:
         x = x.contiguous(memory_format=torch.channels_last)
     with torch.autocast(x.device.type, torch.bfloat16, enabled=precision == "bf16"):
         logits = model(x)
     logits = logits.float()
-    return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing), (
-        logits.argmax(1) == labels
-    ).sum()
+    loss = F.cross_entropy(logits, answers, reduction="sum", label_smoothing=smoothing)
+    seen = torch.full_like(loss, len(answers))
+    return loss, torch.stack([loss.detach(), (logits.argmax(1) == answers).sum(), seen]).double()
 
 
 @cache
@@ -54,9 +63,8 @@ def compiled_loss() -> Loss:
     return torch.compile(batch_loss, dynamic=False)
 
 
-def renormalizer(model: nn.Module) -> Callable[[], object]:
-    """What renormalises this model in place: one kernel on a GPU, torch's operations elsewhere."""
-    layers = cpnorm.canonical_layers(model).values()
+def renormalizer(layers: Sequence[cpnorm.CPLayer]) -> Callable[[], object]:
+    """What renormalises these in place: one kernel on a GPU, torch's operations elsewhere."""
     factors = [factor for layer in layers for factor in layer.factors]
     lambdas = [layer.lambdas for layer in layers for _ in layer.factors]
     if factors and factors[0].is_cuda:
@@ -95,9 +103,11 @@ class Step:
             mode = "crop-flip" if config.data in ("cifar10", "svhn") else "none"
         self.recipe = (data.mean, data.std, mode, config.label_smoothing, precision)
         self.runner: nn.Module = DistributedDataParallel(model) if world > 1 else model
-        layers = cpnorm.canonical_layers(model).values()
-        self.renormalize = renormalizer(cpnorm.renormalize(model)) if layers and config.renormalize else None
-        for layer in layers:
+        self.layers = list(cpnorm.canonical_layers(model).values())
+        if config.renormalize:
+            cpnorm.renormalize(model)
+        self.renormalize = renormalizer(self.layers) if self.layers and config.renormalize else None
+        for layer in self.layers:
             layer.columns_are_unit = self.renormalize is not None
 
         count = len(data.train_labels)
@@ -151,12 +161,12 @@ class Step:
             torch.set_rng_state(outside)
 
     def _take(self, size: int, loss_function: Loss) -> None:
-        index = self.order[self.cursor + self.offsets[:size]][self.rank :: self.world]
-        labels = self.data.train_labels[index]
+        data, offsets = self.data, self.offsets[:size][self.rank :: self.world]
         self.optimizer.zero_grad(set_to_none=True)
         if self.ahead:
             self.ahead.rebuild()
-        loss, right = loss_function(self.runner, self.data.train_images[index], labels, *self.recipe)
+        batch = (data.train_images, data.train_labels, self.order, self.cursor, offsets)
+        loss, totals = loss_function(self.runner, *batch, *self.recipe)
         objective = loss * (self.world / size)  # processes average their gradients, whatever their share of the batch
         if self.config.lambda_l1:
             objective = objective + self.config.lambda_l1 * cpnorm.lambda_penalty(self.model)
@@ -167,15 +177,14 @@ class Step:
         if self.renormalize:
             self.renormalize()
         self.cursor += size
-        self.sums += torch.stack([loss.detach().double(), right.double(), torch.full_like(loss, len(labels)).double()])
+        self.sums += totals
 
-    def totals(self) -> tuple[float, float]:
-        """Mean loss and accuracy in percent over the epoch so far."""
+    def totals(self) -> Tensor:  # (3,)
+        """Loss, right answers and images of the epoch so far, summed over the processes of a run."""
         sums = self.sums.clone()
         if self.world > 1:
             torch.distributed.all_reduce(sums)
-        loss, right, seen = sums.tolist()
-        return loss / seen, 100 * right / seen
+        return sums
 
     # --- capturing ---
 
@@ -184,15 +193,14 @@ class Step:
         # Compiling takes longer than it saves in a short run, and for the last, smaller batch of each epoch.
         steps = self.config.epochs * len(self.order) // self.config.batch_size
         plain = size != self.config.batch_size or steps < COMPILE_FROM_STEPS
-        canonical = bool(cpnorm.canonical_layers(self.model))
         for compiles, ahead in ((True, True), (True, False), (False, True), (False, False)):
-            if (compiles and plain) or (ahead and not canonical):
+            if (compiles and plain) or (ahead and not self.layers):
                 continue
             kind = ("compiled, " if compiles else "") + "captured" + (", weights ahead" if ahead else "")
             loss = compiled_loss() if compiles else batch_loss
             before = self._snapshot()
             try:
-                with torch.cuda.stream(self._stream):
+                with torch.cuda.stream(self._stream), compiling.ready(self.model) if compiles else nullcontext():
                     if ahead:
                         rebuild = compiled_rebuild() if compiles else rebuilt_weight
                         images = normalize(self.data.train_images[:size], *self.recipe[:2], torch.float32)

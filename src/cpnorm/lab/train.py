@@ -116,7 +116,10 @@ class Trainer:
                 self.batch += 1
                 if self.batch < self.batches:
                     yield False
-            self.finish_epoch(started)
+            readings = self.measure()
+            while not readings.ready():  # other runs go on meanwhile
+                yield False
+            self.finish_epoch(started, readings)
             yield True
         for layer in cpnorm.canonical_layers(self.model).values():
             layer.columns_are_unit = False  # from here on nobody promises to renormalise
@@ -131,10 +134,19 @@ class Trainer:
                 else:
                     group["lr"] = value
 
-    def finish_epoch(self, started: float) -> None:
-        """Evaluate, write the epoch's line, and look for trouble."""
-        loss, accuracy = self.step.totals()
-        test_loss, test_accuracy = self.evaluate(self.data.test_images, self.data.test_labels)
+    def measure(self) -> Readings:
+        """What an epoch's line tells, asked of the device without waiting for it."""
+        sums = [self.step.totals(), self.tested(self.data.test_images, self.data.test_labels)]
+        if self.held_out:
+            sums.append(self.tested(*self.held_out))
+        return Readings([*sums, *layer_readings(self.model)])
+
+    def finish_epoch(self, started: float, readings: Readings) -> None:
+        """Write the epoch's line, and look for trouble."""
+        found = readings.values()
+        (loss, accuracy), (test_loss, test_accuracy), *rest = (
+            means(sums) for sums in found[: 3 if self.held_out else 2]
+        )
         line: dict[str, Any] = {
             "epoch": self.epoch + 1,
             "loss": round(loss, 5),
@@ -142,10 +154,10 @@ class Trainer:
             "test_loss": round(test_loss, 5),
             "test_accuracy": round(test_accuracy, 3),
         }
-        if self.held_out:
-            line["validation_loss"], line["validation_accuracy"] = (round(v, 5) for v in self.evaluate(*self.held_out))
+        for held_out in rest:
+            line["validation_loss"], line["validation_accuracy"] = (round(v, 5) for v in held_out)
         line["seconds"] = round(time.perf_counter() - started, 3)
-        line["layers"] = layer_statistics(self.model)
+        line["layers"] = layer_statistics(self.model, found[2 + len(rest) :])
         self.seconds += line["seconds"]
         self.epoch, self.batch = self.epoch + 1, 0
         if not math.isfinite(loss) or loss > DIVERGED_LOSS:
@@ -161,9 +173,13 @@ class Trainer:
         losses = [line.get("validation_loss", line["loss"]) for line in self.history]
         return min(losses[-patience:]) >= min(losses[:-patience])
 
+    def evaluate(self, images: Tensor, labels: Tensor) -> tuple[float, float]:
+        """Mean loss and accuracy in percent."""
+        return means(self.tested(images, labels).tolist())
+
     @torch.no_grad()
-    def evaluate(self, images: Tensor, labels: Tensor, batch_size: int = 2000) -> tuple[float, float]:
-        """Mean loss and accuracy in percent, shared among the processes of a run."""
+    def tested(self, images: Tensor, labels: Tensor, batch_size: int = 5000) -> Tensor:  # (3,)
+        """Loss, right answers and images, summed on the device and over the processes of a run."""
         images, labels = images[self.rank :: self.world], labels[self.rank :: self.world]
         totals = torch.zeros(3, device=self.device, dtype=torch.float64)
         self.model.eval()
@@ -172,14 +188,12 @@ class Trainer:
                 x = self.prepare(images[start : start + batch_size])
                 y = labels[start : start + batch_size]
                 logits = self.model(x).float()
-                totals[0] += F.cross_entropy(logits, y, reduction="sum")
-                totals[1] += (logits.argmax(1) == y).sum()
-                totals[2] += len(y)
+                loss = F.cross_entropy(logits, y, reduction="sum")
+                totals += torch.stack([loss, (logits.argmax(1) == y).sum(), torch.full_like(loss, len(y))])
         self.model.train()
         if self.world > 1:
             distributed.all_reduce(totals)
-        loss, correct, seen = totals.tolist()
-        return loss / seen, 100 * correct / seen
+        return totals
 
     def autocast(self) -> torch.autocast:
         """bf16 where the config says so."""
@@ -241,22 +255,59 @@ class Trainer:
         }
 
 
-def layer_statistics(model: nn.Module) -> dict[str, Any]:
-    """Sigma and the lambdas of every canonical layer; all of them where they are few."""
-    layers = cpnorm.canonical_layers(model)
-    if not layers:
-        return {}
-    rows = []
-    for layer in layers.values():
-        size = layer.lambdas.detach().abs()
-        quantiles = torch.quantile(size.float(), torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0], device=size.device))
-        rows.append(torch.cat([layer.sigma.detach().reshape(1), layer.lambdas.detach().mean().reshape(1), quantiles]))
-    out = {}
-    for (name, layer), row in zip(layers.items(), torch.stack(rows).tolist(), strict=True):
-        sigma, mean, *quartiles = (float(f"{value:.5g}") for value in row)
-        out[name] = {"rank": layer.rank, "sigma": sigma, "lambda_mean": mean, "lambda_size_quartiles": quartiles}
-        if layer.rank <= SMALL_RANK:
-            out[name]["lambdas"] = [float(f"{value:.5g}") for value in layer.lambdas.tolist()]
+# --- what is read off the device ------------------------------------------------------------------------------------
+
+
+class Readings:
+    """Numbers on their way from the device: whoever asks for the values before they are ready waits."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.sizes = [t.numel() for t in tensors]
+        self.numbers = torch.cat([t.detach().flatten().double() for t in tensors])
+        self.arrived: torch.cuda.Event | None = None
+        if self.numbers.is_cuda:
+            host = torch.empty(self.numbers.shape, dtype=self.numbers.dtype, pin_memory=True)
+            self.numbers = host.copy_(self.numbers, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+
+    def ready(self) -> bool:
+        """Whether they have arrived."""
+        return self.arrived is None or self.arrived.query()
+
+    def values(self) -> list[list[float]]:
+        """Tensor by tensor."""
+        if self.arrived:
+            self.arrived.synchronize()
+        return [part.tolist() for part in self.numbers.split(self.sizes)]
+
+
+def means(sums: Sequence[float]) -> tuple[float, float]:
+    """Mean loss and accuracy in percent from sums of loss, right answers and images."""
+    loss, right, seen = sums
+    return loss / seen, 100 * right / seen
+
+
+def layer_readings(model: nn.Module) -> list[Tensor]:
+    """Sigma, mean lambda and quartiles of its size for every canonical layer, and the lambdas where they are few."""
+    readings = []
+    for layer in cpnorm.canonical_layers(model).values():
+        sigma, lambdas = layer.sigma.detach().reshape(1), layer.lambdas.detach()
+        steps = torch.linspace(0, 1, 5, device=lambdas.device)
+        quartiles = torch.quantile(lambdas.abs().float(), steps)
+        few = lambdas if layer.rank <= SMALL_RANK else lambdas[:0]
+        readings.append(torch.cat([sigma, lambdas.mean().reshape(1), quartiles, few]))
+    return readings
+
+
+def layer_statistics(model: nn.Module, readings: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """The readings by the names of the layers."""
+    out: dict[str, Any] = {}
+    for (name, layer), row in zip(cpnorm.canonical_layers(model).items(), readings, strict=True):
+        sigma, mean, *rest = (float(f"{value:.5g}") for value in row)
+        out[name] = {"rank": layer.rank, "sigma": sigma, "lambda_mean": mean, "lambda_size_quartiles": rest[:5]}
+        if rest[5:]:
+            out[name]["lambdas"] = rest[5:]
     return out
 
 
