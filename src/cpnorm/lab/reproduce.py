@@ -23,7 +23,7 @@ from cpnorm.lab.data import ImageSet, load
 from cpnorm.lab.jsonfiles import parse_object, read_lines, whole_lines
 from cpnorm.lab.paper import Compression, Row, Table
 from cpnorm.lab.portrait import portrait
-from cpnorm.lab.runs import InUseError, RunFolder, environment
+from cpnorm.lab.runs import RunFolder, environment
 from cpnorm.lab.train import Observer, Options, Stop, Trainer, drive
 
 log = logging.getLogger("cpnorm.lab")
@@ -51,6 +51,7 @@ class Job:
 
     row: Row
     seed: int
+    again: bool = False  # for the sake of its network alone: its line is written already
 
     @property
     def config(self) -> Config:
@@ -70,6 +71,11 @@ class Job:
 
     def __str__(self) -> str:
         return f"{self.row.key}, seed {self.seed}"
+
+    def first(self, store: Results, work: Path) -> Job:
+        """What has to be run for it now: itself, or first once more the run whose network it starts from."""
+        base = base_of(self, store)
+        return base if base and base.folder(work).record() is None else self
 
 
 def all_tables() -> dict[str, Table]:
@@ -139,13 +145,14 @@ class Results:
         """Whether this process may run the job; others are kept from it until the end of the block or the process."""
         claims = self.folder / ".claims"
         claims.mkdir(exist_ok=True)
-        with (claims / f"{job.row.key.replace('/', '--')}--{job.seed}").open("a") as file:
+        again = "--again" if job.again else ""
+        with (claims / f"{job.row.key.replace('/', '--')}--{job.seed}{again}").open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 yield False
                 return
-            yield (job.row.key, job.seed) not in self.done()
+            yield job.again or (job.row.key, job.seed) not in self.done()
 
 
 # --- what is missing -------------------------------------------------------------------------------------------------
@@ -189,7 +196,8 @@ def reproduce(
 ) -> list[Job]:
     """Run what is missing, ``at_once`` runs on the same data sharing the device; returns what is left.
 
-    With ``wait`` it stays as long as other processes hold runs, to take over those of one that dies.
+    With ``wait`` it stays as long as other processes hold runs, to take over those of one that dies; for a network that
+    another process is training it stays anyway.
     """
     store, options, seeds = Results(results), options or Options(), list(seeds)
     stop = Stop(None if time_limit is None else time.monotonic() + time_limit)
@@ -199,10 +207,11 @@ def reproduce(
     data: dict[str, ImageSet] = {}
     while not stop:
         missing = missing_jobs(keys, seeds, store)
-        ready = [job for job in missing if job not in failed and not any(map(job.needs, missing))]
-        open_jobs = [job for job in ready if job not in elsewhere]
+        ready = dict.fromkeys(job.first(store, work) for job in missing if not any(map(job.needs, missing)))
+        open_jobs = [job for job in ready if job not in failed and job not in elsewhere]
         if not open_jobs:
-            if not (wait and ready):
+            held = [job for job in ready if job not in failed]
+            if not any(wait or job.again for job in held):
                 break
             elsewhere.clear()
             time.sleep(POLL_SECONDS)
@@ -240,14 +249,11 @@ def run_group(
     with ExitStack() as stack:
         mine = [job for job in group if stack.enter_context(store.claim(job))]
         for key in dict.fromkeys(job.row.key for job in mine):
-            announce(f"{key}: seeds {', '.join(str(job.seed) for job in mine if job.row.key == key)}")
-        bases = [base_of(job, store) for job in mine]
-        train_again(list({str(base): base for base in bases if base}.values()), work, data, options, stop, announce)
-        if stop:
-            return len(mine)
+            seeds = ", ".join(f"{job.seed}{' again' * job.again}" for job in mine if job.row.key == key)
+            announce(f"{key}: seeds {seeds}")
         runs: list[tuple[Trainer, RunFolder]] = []
-        for job, base in zip(mine, bases, strict=True):
-            folder = job.folder(work)
+        for job in mine:
+            folder, base = job.folder(work), base_of(job, store)
             if base and job.row.compression:
                 source, cut = base.folder(work), cut_of(job.row.compression)
                 stack.enter_context(folder.claimed(job.config, identity(source, cut)))
@@ -263,7 +269,8 @@ def run_group(
             job, folder = jobs[id(trainer)]
             record = folder.record()
             assert record is not None
-            store.append(result_line(job, trainer, record, len(runs)))
+            if not job.again:
+                store.append(result_line(job, trainer, record, len(runs)))
             announce(f"{job}: {record['final']} % (best {record['best']} %), {record['weights']:,} weights")
 
         drive(runs, observers=observers, stop=stop, finished=write)
@@ -296,7 +303,7 @@ def cut_of(compression: Compression) -> Cut:
 
 
 def base_of(job: Job, store: Results) -> Job | None:
-    """The run whose network a row starts from, if it starts from one."""
+    """The run whose network a row starts from, if it starts from one; its line is there, its network perhaps not."""
     cut = job.row.compression
     if cut is None:
         return None
@@ -305,29 +312,7 @@ def base_of(job: Job, store: Results) -> Job | None:
     if cut.start == "best":
         lines = {s: line for (key, s), line in store.done().items() if key == source.key and not line["diverged"]}
         seed = max(lines, key=lambda s: lines[s]["final"]) if lines else 0
-    return Job(source, seed)
-
-
-def train_again(
-    bases: Sequence[Job], work: Path, data: ImageSet, options: Options, stop: Stop, announce: Callable[[str], None]
-) -> None:
-    """Those whose network is not at hand, side by side, until all are there or a stop comes."""
-    while not stop and (missing := [base for base in bases if base.folder(work).record() is None]):
-        with ExitStack() as stack:
-            runs: list[tuple[Trainer, RunFolder]] = []
-            for base in missing:
-                folder = base.folder(work)
-                try:
-                    stack.enter_context(folder.claimed(base.config))
-                except InUseError:  # another process needs the same network and is training it
-                    continue
-                if folder.record() is None:
-                    announce(f"{base}: its network is not at hand, training it again")
-                    runs.append((Trainer(base.config, data, options), folder))
-                    data = runs[-1][0].whole_data
-            drive(runs, stop=stop)
-        if not runs:
-            time.sleep(POLL_SECONDS)
+    return Job(source, seed, again=(source.key, seed) in store.done())
 
 
 # --- the rank tables --------------------------------------------------------------------------------------------------
