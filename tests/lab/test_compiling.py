@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.utils.parametrize import remove_parametrizations
 
 import cpnorm
+from cpnorm.lab.ahead import WeightsAhead, rebuilt_weight
 from cpnorm.lab.baselines import weight_norm
 from cpnorm.lab.compiling import as_matrix_products, ready
 
@@ -89,3 +90,25 @@ def test_a_normalised_layer_can_be_made_plain_afterwards() -> None:
             pass
         remove_parametrizations(model[0], "weight")
         assert type(model[0]) is nn.Conv2d
+
+
+def test_one_compilation_for_all_ranks_with_weights_ahead() -> None:
+    counter = CompileCounter()
+    compiled = torch.compile(lambda model, x: model(x), backend=counter, fullgraph=True)
+    images = torch.randn(2, 3, 8, 8)
+    for rank in (5, 9, 2):
+        model: nn.Module = nn.Sequential(nn.Conv2d(3, 8, 3, padding=2), nn.ReLU(), nn.Flatten(), nn.Linear(800, 10))
+        cpnorm.canonical_norm(model, rank=rank, init="kaiming_normal")
+        expected = model(images)
+        ahead = WeightsAhead(list(cpnorm.canonical_layers(model).values()), "fp32", rebuilt_weight)
+        with ready(model):
+            ahead.rebuild()
+            found = compiled(model, images)
+            torch.testing.assert_close(found, expected)
+            found.sum().backward()
+            ahead.backward()
+        ours = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        expected.sum().backward()
+        torch.testing.assert_close(ours, [p.grad for p in model.parameters()])
+    assert counter.frame_count == 1

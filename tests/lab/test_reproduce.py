@@ -23,7 +23,14 @@ from cpnorm.lab.reproduce import Job, Results, all_rows, all_tables, expected_se
 from tiny_queue import write_data
 
 TINY = Config(
-    model="lenet", data="mnist", rank=2, init="kaiming_normal", optimizer="adam", epochs=1, batch_size=256, modes=True
+    model="lenet",
+    data="mnist",
+    rank=dict.fromkeys(paper.paper_ranks("lenet"), 2),
+    init="kaiming_normal",
+    optimizer="adam",
+    epochs=1,
+    batch_size=256,
+    modes=True,
 )
 BASE = Row("tiny/base", "base", TINY, None)
 CUT = Row(

@@ -95,7 +95,7 @@ def test_the_line_of_an_epoch_is_about_that_epoch(images: ImageSet) -> None:
     drive([(run, None) for run in runs])
     for run in runs:
         loss, _ = run.evaluate(images.test_images.cuda(), images.test_labels.cuda())
-        assert run.history[0]["test_loss"] == pytest.approx(loss, abs=1e-4)
+        assert run.history[0]["test_loss"] == pytest.approx(loss, rel=0.01)  # in bf16, on another path
         layer = run.history[0]["layers"]["features.3"]
         assert layer["sigma"] == pytest.approx(run.model.get_parameter("features.3.sigma").item(), rel=1e-4)
         assert len(layer["lambdas"]) == 16

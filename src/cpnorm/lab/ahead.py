@@ -50,12 +50,17 @@ def has_kernel(layer: CPLayer) -> bool:
 
 @torch.no_grad()
 def rebuilding_layers(model: nn.Module, images: Tensor) -> list[CPLayer]:
-    """Those whose weight is rebuilt in training on a batch like this one."""
+    """Those whose weight is rebuilt in training on a batch like this one: where the planner says so, or ``has_kernel``.
+
+    The planner knows what torch's own operations cost; with kernels for it, rebuilding is cheaper.
+    """
     found: list[CPLayer] = []
 
     def ask(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         assert isinstance(layer, CPLayer)
-        path = layer.plan(inputs[0].shape, training=True).path if layer.path == "auto" else layer.path
+        path = layer.path
+        if path == "auto":
+            path = "rebuild" if has_kernel(layer) else layer.plan(inputs[0].shape, training=True).path
         if path == "rebuild":
             found.append(layer)
 

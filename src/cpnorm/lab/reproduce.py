@@ -207,11 +207,11 @@ def reproduce(
     data: dict[str, ImageSet] = {}
     while not stop:
         missing = missing_jobs(keys, seeds, store)
-        ready = dict.fromkeys(job.first(store, work) for job in missing if not any(map(job.needs, missing)))
-        open_jobs = [job for job in ready if job not in failed and job not in elsewhere]
+        ready = [job.first(store, work) for job in missing if not any(map(job.needs, missing))]
+        ready = [job for i, job in enumerate(ready) if job not in failed and job not in ready[:i]]
+        open_jobs = [job for job in ready if job not in elsewhere]
         if not open_jobs:
-            held = [job for job in ready if job not in failed]
-            if not any(wait or job.again for job in held):
+            if not any(wait or job.again for job in ready):
                 break
             elsewhere.clear()
             time.sleep(POLL_SECONDS)
