@@ -58,7 +58,8 @@ test-package: $(VENV)/dev.stamp
 # Ten minutes on two quiet cores. Threads that share a core by accident spoil every timing.
 BENCHMARKS := training_step scaling plan decompose inference startup
 bench: $(VENV)/dev.stamp
-	set -e; export OMP_PROC_BIND=true; for name in $(BENCHMARKS); do \
+	set -e; export OMP_PROC_BIND=true MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296; \
+	for name in $(BENCHMARKS); do \
 	    echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
 	$(BIN)/python benchmarks/table.py
 

@@ -6,13 +6,17 @@ AlexNet-like network, all layers truncated by 0 to 99 % from the paper's ranks, 
 3. It is at least twice as fast as tensorly-torch's factorised layers at the same ranks.
 4. At 95 % the speed-up is at least 60 % of the factor by which FLOPs went down.
 
-Weights are random, which changes nothing about speed. For each batch size and rate the competitors take --rounds turns,
-of 16 calls at batch 1 and of one at larger batches; a ratio is the median over the turns. "dense" is the network as
+Weights are random, which changes nothing about speed. For each batch size and rate the competitors take --rounds turns
+of as many calls as the fastest takes a fifth of a second for, so that what the one before left in the caches does not
+matter; a ratio is the median over the turns. "dense" is the network as
 torch builds it, "dense, tuned" the same with channels last and light ReLUs, which factorize does too: what that alone
-brings. Threads are best bound to cores: on a busy machine two of them may share one otherwise. On a GPU all are timed
-twice: eager, as the forms are chosen, and captured as graphs, where starting a kernel costs next to nothing.
+brings. Threads are best bound to cores: on a busy machine two of them may share one otherwise. And glibc is best told to
+keep freed memory: otherwise every large activation is taken from the system anew, page by page, which costs all
+competitors the same milliseconds and so the small networks the larger share. On a GPU all are timed twice: eager, as
+the forms are chosen, and captured as graphs, where starting a kernel costs next to nothing.
 
-    OMP_PROC_BIND=true python benchmarks/inference.py [--rates 0 50 95]
+    export OMP_PROC_BIND=true MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296
+    python benchmarks/inference.py [--rates 0 50 95]        # or make bench, which sets these
     python benchmarks/inference.py --device cuda            # batch 1 and 1024, bf16
 """
 
@@ -35,6 +39,7 @@ from cpnorm.plain import plain_copy
 
 PEER = "tensorly-torch"
 AT_95 = {1: 4.0, 128: 5.0}  # on a CPU
+TURN_SECONDS = 0.2
 
 
 def truncated(rate: int) -> dict[str, int]:
@@ -71,12 +76,13 @@ def compare(
     way: str,
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    calls = max(1, 16 // len(x))
     with torch.inference_mode():
         once = {
             name: timing.captured(partial(network, x), args.device if way == "captured" else "cpu")
             for name, network in networks.items()
         }
+        shortest = min(values[0] for values in timing.interleaved(once, 1, warmup=2).values())
+        calls = max(1, round(TURN_SECONDS / shortest))
         runs = {name: lambda run=run: [run() for _ in range(calls)] for name, run in once.items()}
         seconds = timing.interleaved(runs, args.rounds)
     speed_up = timing.ratio(seconds, "dense", "factorize")

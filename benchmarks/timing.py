@@ -178,6 +178,7 @@ def machine() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "environment": {key: value for key, value in os.environ.items() if key.startswith(("OMP_", "MALLOC_"))},
         "load": round(os.getloadavg()[0], 2),  # over the last minute; above the threads of the script: others ran too
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cuda": torch.version.cuda,
