@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
+from cpnorm.lab import steps
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet
+from cpnorm.lab.steps import Step, batch_loss
 from cpnorm.lab.train import Options, Trainer, drive, means
 
 STEPS = 60
@@ -99,3 +103,40 @@ def test_the_line_of_an_epoch_is_about_that_epoch(images: ImageSet) -> None:
         layer = run.history[0]["layers"]["features.3"]
         assert layer["sigma"] == pytest.approx(run.model.get_parameter("features.3.sigma").item(), rel=1e-4)
         assert len(layer["lambdas"]) == 16
+
+
+class Replayed:
+    """Stands for a recorded graph where there is no GPU: the step is taken again instead."""
+
+    def __init__(self, step: Step, size: int) -> None:
+        self.step, self.size = step, size
+
+    def replay(self) -> None:
+        self.step._take(self.size, batch_loss)
+
+
+def test_ways_to_take_a_step_without_a_gpu(
+    images: ImageSet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is decided before a recording, and that one compilation serves fine-tunings at all ranks."""
+    counter = CompileCounter()
+    compiled = torch.compile(batch_loss, backend=counter, dynamic=False)
+    monkeypatch.setattr(steps, "compiled_loss", lambda: compiled)
+    monkeypatch.setattr(Step, "_recorded", lambda step, size, _: Replayed(step, size))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    for name in ("synchronize", "set_rng_state"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
+    for rank, epochs, how in ((16, 100, "compiled, captured"), (9, 100, "compiled, captured"), (9, 1, "captured")):
+        run = Trainer(LOW_RANK.replace(rank=rank, epochs=epochs), images, Options(device="cpu"))
+        run.step.captures = True
+        before = [p.detach().clone() for p in run.model.parameters()]
+        run.step._capture(64)
+        assert run.step.kind == f"{how}, weights ahead"
+        assert all(torch.equal(p, q) for p, q in zip(run.model.parameters(), before, strict=True))
+        assert run.step.sums.sum() == run.step.cursor == 0
+        assert all(layer.ahead is None for layer in run.step.layers)
+        run.step(0)
+        assert run.step.sums[2] == 64
+    assert counter.frame_count == 1
+    assert not [record for record in caplog.records if record.name.startswith("cpnorm")]
