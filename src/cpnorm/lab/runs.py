@@ -102,8 +102,9 @@ class RunFolder:
             raise RunError(f"{path} cannot be read: {type(error).__name__}: {str(error).splitlines()[0]}") from error
 
     def write_metrics(self, history: list[dict[str, Any]]) -> None:
-        """One line an epoch."""
-        write_atomically(self / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in history).encode())
+        """One line an epoch; the checkpoint has them too, so that nobody waits for the disk."""
+        content = "".join(json.dumps(line) + "\n" for line in history).encode()
+        write_atomically(self / "metrics.jsonl", content, durable=False)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The epochs so far."""
@@ -156,14 +157,18 @@ def _commit() -> str | None:
         return None
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file as a whole: a reader, or the next start after a kill, sees the old content or the new."""
+def write_atomically(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Replace a file as a whole: a reader, or the next start after a kill, sees the old content or the new.
+
+    If ``durable``, so does the next start after a power cut.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
