@@ -16,6 +16,7 @@ from cpnorm.layers import (
     CPLinear,
 )
 from cpnorm.convert import canonical_layers, canonical_norm, fold, renormalize, renormalize_after, renormalize_terms
+from cpnorm.angles import equal_angles
 from cpnorm.modes import flatten_modes
 from cpnorm.ranks import ranks_for_budget
 from cpnorm.compress import truncate
@@ -50,6 +51,7 @@ __all__ = [
     "renormalize_after",
     "renormalize_terms",
     "fold",
+    "equal_angles",
     "flatten_modes",
     "ranks_for_budget",
     "truncate",

@@ -17,6 +17,7 @@ LOW_RANK = paper.CIFAR10_ADAM.replace(
 )
 # In one trial, which is not among the records, half a point better than Adam on 5,000 held-out training images.
 LOW_RANK_SGD = LOW_RANK.replace(optimizer="sgd", lr=0.05, momentum=0.9, lambdas="decomposition", epochs=300)
+ANGLES = LOW_RANK.replace(equal_angles=True)
 ALEXNET_LAYERS = tuple(layer.layer for layer in paper.ALEXNET_RANKS)
 LENET_LAYERS = tuple(layer.layer for layer in paper.LENET_RANKS)
 
@@ -37,6 +38,8 @@ CIFAR10_ROWS = (
     _low_rank("beyond-cifar10/low-rank-70k", "low rank from the start", (20, 16, 20, 20, 20, 10, 6, 10)),
     _low_rank("beyond-cifar10/sgd-140k", "low rank, SGD, 300 epochs", (27, 32, 42, 42, 42, 16, 16, 10), LOW_RANK_SGD),
     _low_rank("beyond-cifar10/sgd-70k", "low rank, SGD, 300 epochs", (20, 18, 22, 20, 20, 8, 6, 8), LOW_RANK_SGD),
+    _low_rank("beyond-cifar10/angles-140k", "low rank, equal angles", (27, 32, 42, 42, 42, 16, 16, 10), ANGLES),
+    _low_rank("beyond-cifar10/angles-70k", "low rank, equal angles", (20, 16, 20, 20, 20, 10, 6, 10), ANGLES),
     # What the recipe alone does, and what a plain network of as few weights does with it.
     _plain("beyond-cifar10/plain", "plain, same recipe"),
     _plain("beyond-cifar10/plain-140k", "plain and narrow, same recipe", width=0.14),
@@ -129,6 +132,7 @@ CHECK_ROWS = (
         paper.MNIST_RMS.replace(renormalize=False),
         None,
     ),
+    Row("checks/mnist-cp-angles", "MNIST, CP, RMSprop, equal angles", paper.MNIST_RMS.replace(equal_angles=True), None),
     # The published row is said to be stopped early; its accuracy is higher than ours when we do.
     Row(
         "checks/plain-rmsprop",

@@ -35,6 +35,7 @@ class Config:
     renormalize: bool = True
     optimizer: Literal["sgd", "rmsprop", "adam", "adamw"] = "sgd"
     lr: float = 0.01
+    equal_angles: bool = False  # vectors of all lengths turn alike: see cpnorm.equal_angles
     momentum: float = 0.0
     weight_decay: float = 0.0
     lambda_l1: float = 0.0  # sparsity pressure on the lambdas: times cpnorm.lambda_penalty

@@ -40,6 +40,7 @@ HELP = {
     "renormalize": "make the vectors unit vectors again after every step",
     "optimizer": "the optimizer",
     "lr": "learning rate",
+    "equal_angles": "learning rates by which vectors of all lengths turn by the same angle",
     "momentum": "momentum of SGD and RMSProp",
     "weight_decay": "weight decay",
     "lambda_l1": "weight of Σ|λ| in the loss, which drives terms towards zero",

@@ -67,7 +67,7 @@ class RunFolder:
             yield
 
     def _check_same(self, settings: dict[str, Any]) -> None:
-        there = read_json(self / "config.json")
+        there = {**Config().to_json(), **read_json(self / "config.json")}  # of an older version: without newer settings
         changed = [key for key in {**there, **settings} if there.get(key) != settings.get(key)]
         if changed:
             differences = ", ".join(f"{k}: {there.get(k)!r} there, {settings.get(k)!r} now" for k in sorted(changed))

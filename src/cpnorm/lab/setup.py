@@ -47,18 +47,23 @@ def build_model(config: Config, data: ImageSet, device: torch.device, progress: 
 
 
 def make_optimizer(config: Config, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
-    """torch's own; on a GPU in the forms that can be captured, with the learning rate in a tensor."""
-    gpu = device.type == "cuda"
-    lr: Any = torch.tensor(config.lr, device=device) if gpu else config.lr
-    parameters, decay = list(model.parameters()), config.weight_decay
+    """torch's own; on a GPU in the forms that can be captured, with the learning rates in tensors.
+
+    Each group of parameters has its "scale": what its learning rate is times the config's.
+    """
+    gpu, decay = device.type == "cuda", config.weight_decay
+    groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "scale": 1.0}]
+    if config.equal_angles:
+        groups = [{"params": g["params"], "scale": g["lr"]} for g in cpnorm.equal_angles(model, 1.0)]
+    for group in groups:
+        lr = config.lr * group["scale"]
+        group["lr"] = torch.tensor(lr, device=device) if gpu else lr
     if config.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr, momentum=config.momentum, weight_decay=decay, fused=gpu or None)
+        return torch.optim.SGD(groups, momentum=config.momentum, weight_decay=decay, fused=gpu or None)
     if config.optimizer == "rmsprop":
-        return torch.optim.RMSprop(
-            parameters, lr, momentum=config.momentum, weight_decay=decay, capturable=gpu, foreach=True
-        )
+        return torch.optim.RMSprop(groups, momentum=config.momentum, weight_decay=decay, capturable=gpu, foreach=True)
     kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
-    return kind(parameters, lr, weight_decay=decay, fused=gpu or None, capturable=gpu)
+    return kind(groups, weight_decay=decay, fused=gpu or None, capturable=gpu)
 
 
 def learning_rate(config: Config, progress: float) -> float:

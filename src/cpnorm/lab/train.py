@@ -129,10 +129,11 @@ class Trainer:
         if (self.config.schedule != "constant" or self.config.warmup) or progress == 0:
             value = learning_rate(self.config, progress)
             for group in self.optimizer.param_groups:
+                scaled = value * group.get("scale", 1.0)  # none in a checkpoint of an older version
                 if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(value)
+                    group["lr"].fill_(scaled)
                 else:
-                    group["lr"] = value
+                    group["lr"] = scaled
 
     def measure(self) -> Readings:
         """What an epoch's line tells, asked of the device without waiting for it."""
