@@ -63,21 +63,3 @@ def test_schedulers_and_truncation_go_on_with_the_groups() -> None:
     cpnorm.truncate(model, rate=0.5, optimizer=optimizer)
     model(torch.randn(4, 3, 8, 8)).square().sum().backward()
     optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"lr": 0}, "expected a learning rate > 0"),
-        ({"lr": "fast"}, "expected a learning rate > 0"),
-        ({"lr": 0.1, "entries": 0}, "expected entries >= 1"),
-    ],
-)
-def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        cpnorm.equal_angles(network(), **arguments)
-
-
-def test_not_a_model() -> None:
-    with pytest.raises(TypeError, match=r"expected a torch.nn.Module"):
-        cpnorm.equal_angles({}, 0.1)  # type: ignore[arg-type]

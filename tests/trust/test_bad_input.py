@@ -220,6 +220,12 @@ BAD: dict[str, list[Bad]] = {
         ),
         Bad(lambda _: cpnorm.renormalize_terms(None, None), "has no len"),
     ],
+    "equal_angles": [
+        *no_model(lambda model: cpnorm.equal_angles(model, 0.1)),
+        Bad(lambda m: cpnorm.equal_angles(m, 0), "expected a learning rate > 0, got 0"),
+        Bad(lambda m: cpnorm.equal_angles(m, "fast"), "expected a learning rate > 0, got 'fast'"),
+        Bad(lambda m: cpnorm.equal_angles(m, 0.1, entries=0), "expected entries >= 1, got 0"),
+    ],
     "fold": no_model(cpnorm.fold),
     "flatten_modes": [
         *no_model(lambda model: cpnorm.flatten_modes(model, images())),
