@@ -13,6 +13,7 @@ from itertools import pairwise
 from torch import Tensor
 
 Point = tuple[float, float]
+Box = tuple[float, float, float, float]  # left, top, right, bottom
 TEXT_HEIGHT = 12
 CHARACTER = 6.7  # width of an average character at the size the drawings use
 
@@ -71,6 +72,8 @@ class Plot:
         self.x_label, self.y_label = x_label, y_label
         self.behind: list[str] = []  # ends where the frame does
         self.marks: list[str] = []  # may reach over it by their own size
+        self.places: list[Point] = []  # of the marks
+        self.labels: list[tuple[float, float, str]] = []
         self.legend: list[tuple[str, str, str]] = []
 
     # --- marks ---
@@ -94,8 +97,9 @@ class Plot:
             ends = self.y(point[1] - spread), self.y(point[1] + spread)
             self.behind.append(f'<path class="whisker {style}" d="M{x:.1f} {ends[0]:.1f}V{ends[1]:.1f}"/>')
         self.marks.append(_shape(shape, x, y, style, note))
+        self.places.append((x, y))
         if label:
-            self.marks.append(f'<text x="{x + 9:.1f}" y="{y + 4:.1f}">{escape(label)}</text>')
+            self.labels.append((x, y, label))
 
     def bars(self, edges: Sequence[float], heights: Sequence[float], style: str, label: str = "") -> None:
         """A histogram."""
@@ -131,10 +135,29 @@ class Plot:
             f'<clipPath id="{clip}">{self._area(0)}</clipPath><clipPath id="{clip}-marks">{self._area(6)}</clipPath>',
             *self._axes(),
             f'<g clip-path="url(#{clip})">{"".join(self.behind)}</g>',
-            f'<g clip-path="url(#{clip}-marks)">{"".join(self.marks)}</g>',
+            f'<g clip-path="url(#{clip}-marks)">{"".join(self.marks)}{self._placed_labels()}</g>',
             "</g>",
         ]
         return frame(self.title, self.width, self.height + shift, "".join(body))
+
+    def _placed_labels(self) -> str:
+        """Each right of its mark, or left, above or below it, where it covers the fewest marks and other labels."""
+        half = TEXT_HEIGHT / 2
+        taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in self.places]
+        parts = []
+        for x, y, text in self.labels:
+            width = CHARACTER * len(text)
+            starts = [(x + 9, y), (x - 9 - width, y), (x - width / 2, y - 15), (x - width / 2, y + 15)]
+            boxes = [(left, at - half, left + width, at + half) for left, at in starts]
+
+            def covered(box: Box) -> int:
+                outside = box[0] < self.left or box[2] > self.right
+                return 3 * outside + sum(_overlap(box, other) for other in taken)
+
+            box = min(boxes, key=covered)
+            taken.append(box)
+            parts.append(f'<text x="{box[0]:.1f}" y="{box[1] + half + 4:.1f}">{escape(text)}</text>')
+        return "".join(parts)
 
     def _area(self, around: int) -> str:
         """The frame and so many pixels around it."""
@@ -192,6 +215,10 @@ def frame(title: str, width: float, height: float, body: str) -> str:
         f'<svg class="plot" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" '
         f'aria-label="{escape(title)}"><title>{escape(title)}</title>{body}</svg>'
     )
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def tick_text(value: float) -> str:
