@@ -67,6 +67,15 @@ def test_a_recorded_step_is_the_eager_one(norm: str, images: ImageSet) -> None:
 
 
 @pytest.mark.gpu
+def test_a_compiled_fine_tuning_is_the_eager_one(images: ImageSet) -> None:
+    config = LOW_RANK.replace(epochs=100, precision="tf32")  # long enough to be compiled, and not for its ranks alone
+    (eager,), _ = mean_losses(config, images, 1, compile=False)
+    (recorded,), kind = mean_losses(config, images, 1)
+    assert kind == "compiled, captured, weights ahead"
+    assert recorded == pytest.approx(eager, rel=0.02)
+
+
+@pytest.mark.gpu
 def test_a_run_saved_in_the_middle_of_an_epoch_goes_on(images: ImageSet) -> None:
     (whole,), _ = mean_losses(LOW_RANK, images, 1)
     first = Trainer(LOW_RANK, images)
