@@ -134,9 +134,9 @@ def test_the_best_network_is_one_that_did_not_diverge(tmp_path: Path, tiny: None
     for seed, final, diverged in ((0, None, "the loss was nan in epoch 1"), (1, 88.0, None), (2, 89.0, None)):
         store.append({"table": "tiny", "row": BASE.key, "seed": seed, "final": final, "diverged": diverged})
     best = dataclasses.replace(CUT, compression=Compression(0.5, 0.001, start="best"))
-    assert reproduce.base_of(Job(best, 0), store) == Job(BASE, 2, again=True)
-    assert reproduce.base_of(Job(CUT, 1), store) == Job(BASE, 1, again=True)
-    assert reproduce.base_of(Job(BASE, 0), store) is None
+    assert reproduce.base_of(Job(best, 0), store.done()) == Job(BASE, 2, again=True)
+    assert reproduce.base_of(Job(CUT, 1), store.done()) == Job(BASE, 1, again=True)
+    assert reproduce.base_of(Job(BASE, 0), store.done()) is None
 
 
 def test_a_claimed_job_is_left_to_its_owner(tmp_path: Path, tiny: None) -> None:

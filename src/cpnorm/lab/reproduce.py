@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from cpnorm.lab.runs import RunFolder, environment
 from cpnorm.lab.train import Observer, Options, Stop, Trainer, drive
 
 log = logging.getLogger("cpnorm.lab")
+Done = Mapping[tuple[str, int], Mapping[str, Any]]  # the lines of finished runs by row and seed
 
 # The order in which rows are worth having.
 ORDER = (
@@ -72,9 +73,9 @@ class Job:
     def __str__(self) -> str:
         return f"{self.row.key}, seed {self.seed}"
 
-    def first(self, store: Results, work: Path) -> Job:
+    def first(self, done: Done, work: Path) -> Job:
         """What has to be run for it now: itself, or first once more the run whose network it starts from."""
-        base = base_of(self, store)
+        base = base_of(self, done)
         return base if base and base.folder(work).record() is None else self
 
 
@@ -112,7 +113,7 @@ class Results:
         """All of them; a broken line is an error that names it, but for one that a killed process left unfinished."""
         return [line for path in sorted(self.folder.glob("*.jsonl")) for line in read_lines(path)]
 
-    def done(self) -> dict[tuple[str, int], dict[str, Any]]:
+    def done(self) -> Done:
         """By row and seed."""
         return {(line["row"], line["seed"]): line for line in self.lines()}
 
@@ -207,7 +208,8 @@ def reproduce(
     data: dict[str, ImageSet] = {}
     while not stop:
         missing = missing_jobs(keys, seeds, store)
-        ready = [job.first(store, work) for job in missing if not any(map(job.needs, missing))]
+        done = store.done()
+        ready = [job.first(done, work) for job in missing if not any(map(job.needs, missing))]
         ready = [job for i, job in enumerate(ready) if job not in failed and job not in ready[:i]]
         open_jobs = [job for job in ready if job not in elsewhere]
         if not open_jobs:
@@ -252,8 +254,9 @@ def run_group(
             seeds = ", ".join(f"{job.seed}{' again' * job.again}" for job in mine if job.row.key == key)
             announce(f"{key}: seeds {seeds}")
         runs: list[tuple[Trainer, RunFolder]] = []
+        done = store.done()
         for job in mine:
-            folder, base = job.folder(work), base_of(job, store)
+            folder, base = job.folder(work), base_of(job, done)
             if base and job.row.compression:
                 source, cut = base.folder(work), cut_of(job.row.compression)
                 stack.enter_context(folder.claimed(job.config, identity(source, cut)))
@@ -302,7 +305,7 @@ def cut_of(compression: Compression) -> Cut:
     )
 
 
-def base_of(job: Job, store: Results) -> Job | None:
+def base_of(job: Job, done: Done) -> Job | None:
     """The run whose network a row starts from, if it starts from one; its line is there, its network perhaps not."""
     cut = job.row.compression
     if cut is None:
@@ -310,9 +313,9 @@ def base_of(job: Job, store: Results) -> Job | None:
     assert job.row.starts_from is not None
     source, seed = all_rows()[job.row.starts_from], job.seed
     if cut.start == "best":
-        lines = {s: line for (key, s), line in store.done().items() if key == source.key and not line["diverged"]}
+        lines = {s: line for (key, s), line in done.items() if key == source.key and not line["diverged"]}
         seed = max(lines, key=lambda s: lines[s]["final"]) if lines else 0
-    return Job(source, seed, again=(source.key, seed) in store.done())
+    return Job(source, seed, again=(source.key, seed) in done)
 
 
 # --- the rank tables --------------------------------------------------------------------------------------------------
