@@ -7,7 +7,7 @@ AlexNet-like network, all layers truncated by 0 to 99 % from the paper's ranks, 
 4. At 95 % the speed-up is at least 60 % of the factor by which FLOPs went down.
 
 Weights are random, which changes nothing about speed. For each batch size and rate the competitors take --rounds turns
-of as many calls as the fastest takes a fifth of a second for, so that what the one before left in the caches does not
+of as many calls as the fastest takes a tenth of a second for, so that what the one before left in the caches does not
 matter; a ratio is the median over the turns. "dense" is the network as
 torch builds it, "dense, tuned" the same with channels last and light ReLUs, which factorize does too: what that alone
 brings. Threads are best bound to cores: on a busy machine two of them may share one otherwise. And glibc is best told to
@@ -39,7 +39,7 @@ from cpnorm.plain import plain_copy
 
 PEER = "tensorly-torch"
 AT_95 = {1: 4.0, 128: 5.0}  # on a CPU
-TURN_SECONDS = 0.2
+TURN_SECONDS = 0.1
 
 
 def truncated(rate: int) -> dict[str, int]:
@@ -129,7 +129,7 @@ def claims(batch: int, rows: list[dict[str, Any]], way: str) -> list[dict[str, A
 
 
 def main() -> None:
-    parser = timing.parser(__doc__, rounds=5)
+    parser = timing.parser(__doc__, rounds=9)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="float32, on a GPU bfloat16")
     parser.add_argument("--batch", type=int, nargs="+", help="1 and 128, on a GPU 1 and 1024")
     parser.add_argument("--rates", type=int, nargs="+", default=[0, 25, 50, 75, 90, 95, 99])
