@@ -8,12 +8,12 @@ AlexNet-like network, all layers truncated by 0 to 99 % from the paper's ranks, 
 
 Weights are random, which changes nothing about speed. For each batch size and rate the competitors take --rounds turns
 of as many calls as the fastest takes a tenth of a second for, so that what the one before left in the caches does not
-matter; a ratio is the median over the turns. "dense" is the network as
-torch builds it, "dense, tuned" the same with channels last and light ReLUs, which factorize does too: what that alone
-brings. Threads are best bound to cores: on a busy machine two of them may share one otherwise. And glibc is best told to
-keep freed memory: otherwise every large activation is taken from the system anew, page by page, which costs all
-competitors the same milliseconds and so the small networks the larger share. On a GPU all are timed twice: eager, as
-the forms are chosen, and captured as graphs, where starting a kernel costs next to nothing.
+matter; a ratio is the median over the turns. "dense" is the network as torch builds it, "dense, tuned" the same with
+channels last and light ReLUs, which factorize does too: what that alone brings. Threads are best bound to cores: on a
+busy machine two of them may share one otherwise. And glibc is best told to keep freed memory: otherwise every large
+activation is taken from the system anew, page by page, which costs all competitors the same milliseconds and so the
+small networks the larger share. On a GPU all are timed twice: eager, as the forms are chosen, and captured as graphs,
+where starting a kernel costs next to nothing.
 
     export OMP_PROC_BIND=true MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296
     python benchmarks/inference.py [--rates 0 50 95]        # or make bench, which sets these
