@@ -497,3 +497,16 @@ def test_maps_that_are_flattened_by_view_stay_contiguous(measure: bool) -> None:
     close(choice.apply(model)(x), model(x), 1e-5)
     with pytest.raises(RuntimeError, match="expected input"):
         choose_forms(model, x[:, :2], measure=measure)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_idle_dropout_is_left_out(training: bool) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.9), nn.Sequential(nn.AlphaDropout(), nn.Linear(16, 4)))
+    canonical_norm(model, rank=2).train(training)
+    small = factorize(model, torch.randn(2, 16), measure=False)
+    kinds = [type(layer) for layer in (small[1], small[2][0])]
+    assert kinds == ([nn.Dropout, nn.AlphaDropout] if training else [nn.Identity, nn.Identity])
+    assert all(module.training is training for module in small.modules())
+    assert type(model[1]) is nn.Dropout
+    x = torch.randn(3, 16)
+    torch.testing.assert_close(small.eval()(x), model.eval()(x))

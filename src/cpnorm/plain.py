@@ -1,4 +1,4 @@
-"""Plain copies of canonical models: their layers as chains or dense, in either memory layout, with light ReLUs."""
+"""Plain copies of canonical models: layers as chains or dense, in either layout, light ReLUs, no idle dropout."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from cpnorm.convert import canonical_layers, fold
 from cpnorm.forms import chain
 from cpnorm.layers import CPLayer
 
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dimensions of a convolution's weight
 
@@ -37,6 +38,7 @@ def plain_copy(model: nn.Module, forms: Mapping[str, str], channels_last: bool, 
         twin = _replaced(twin, name, built[id(layer)])
     if light_relus:
         lighten_relus(twin)
+    leave_out_dropout(twin)
     return with_layout(fold(twin), channels_last)
 
 
@@ -71,6 +73,15 @@ def lighten_relus(model: nn.Module) -> bool:
             if type(relu) is nn.ReLU and places[id(relu)] == 1 and fresh:
                 relu.inplace = lighter = True
     return lighter
+
+
+def leave_out_dropout(model: nn.Module) -> None:
+    """In a Sequential, where it is in evaluation mode: it does nothing there, and each call of it takes its time."""
+    for sequence in model.modules():
+        if isinstance(sequence, nn.Sequential):
+            for name, layer in sequence.named_children():
+                if type(layer) in DROPOUTS and not layer.training:
+                    sequence.register_module(name, nn.Identity().eval())
 
 
 def has_layouts(module: nn.Module) -> bool:
