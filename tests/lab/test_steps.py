@@ -12,8 +12,9 @@ from torch._dynamo.testing import CompileCounter
 from cpnorm.lab import steps
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet
+from cpnorm.lab.readings import means
 from cpnorm.lab.steps import Step, batch_loss
-from cpnorm.lab.train import Options, Trainer, drive, means
+from cpnorm.lab.train import Options, Trainer, drive
 
 STEPS = 60
 LOW_RANK = Config(
