@@ -13,7 +13,7 @@ from torch import Tensor
 # --- renormalising ----------------------------------------------------------------------------------------------------
 
 # Columns and rows one program holds at once, by the number of rows. Wide blocks read whole cache lines; a tall factor
-# has too few columns for a whole GPU, so that a program takes only a 32-byte sector of each of its rows.
+# has too few columns for a whole GPU, so that a program takes only 64 bytes of each of its rows.
 SHORT = (128, 16)
 MIDDLE = (32, 256)
 TALL = (16, 512)

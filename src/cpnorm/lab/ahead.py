@@ -52,7 +52,8 @@ def has_kernel(layer: CPLayer) -> bool:
 def rebuilding_layers(model: nn.Module, images: Tensor) -> list[CPLayer]:
     """Those whose weight is rebuilt in training on a batch like this one: where the planner says so, or ``has_kernel``.
 
-    The planner knows what torch's own operations cost; with kernels for it, rebuilding is cheaper.
+    The planner knows what torch's own operations cost; with kernels for it, rebuilding should be cheaper, which is
+    measured at the paper's ranks and reasoned at lower ones.
     """
     found: list[CPLayer] = []
 

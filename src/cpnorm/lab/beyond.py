@@ -128,7 +128,7 @@ CHECK_ROWS = (
     Row("checks/cp-sgd-free", "CP, SGD, never renormalised", paper.CIFAR10.replace(renormalize=False), None),
     Row(
         "checks/mnist-cp-free",
-        "MNIST, CP, RMSprop, the same",
+        "MNIST, CP, RMSprop, never renormalised",
         paper.MNIST_RMS.replace(renormalize=False),
         None,
     ),

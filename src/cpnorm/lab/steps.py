@@ -21,7 +21,7 @@ from cpnorm.lab.data import ImageSet, augment, normalize
 
 log = logging.getLogger("cpnorm.lab")
 
-COMPILE_FROM_STEPS = 50_000  # compiling takes 15 s and more, and saves 0.2 ms a step and more
+COMPILE_FROM_STEPS = 50_000  # compiling takes 10 s and more, and saves 0.1 ms a step (LeNet-like) and more
 # A network whose canonical layers are all rebuilt ahead is compiled once for all ranks: it pays for a fine-tuning too.
 COMPILE_AHEAD_FROM_STEPS = 5_000
 WARM_UP_STEPS = 3  # before a capture, so that libraries have chosen their kernels and buffers exist
