@@ -13,6 +13,7 @@ import cpnorm
 from cpnorm.lab import baselines, models, paper
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet, normalize
+from cpnorm.lab.rmsprop import FusedRMSprop
 
 
 def build_model(config: Config, data: ImageSet, device: torch.device, progress: Any = None) -> nn.Module:
@@ -47,7 +48,7 @@ def build_model(config: Config, data: ImageSet, device: torch.device, progress: 
 
 
 def make_optimizer(config: Config, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
-    """torch's own; on a GPU in the forms that can be captured, with the learning rates in tensors.
+    """torch's own, or as torch's; on a GPU in the forms that can be captured, with the learning rates in tensors.
 
     Each group of parameters has its "scale": what its learning rate is times the config's.
     """
@@ -61,6 +62,8 @@ def make_optimizer(config: Config, model: nn.Module, device: torch.device) -> to
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, momentum=config.momentum, weight_decay=decay, fused=gpu or None)
     if config.optimizer == "rmsprop":
+        if gpu and not config.momentum:
+            return FusedRMSprop(groups, weight_decay=decay)
         return torch.optim.RMSprop(groups, momentum=config.momentum, weight_decay=decay, capturable=gpu, foreach=True)
     kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
     return kind(groups, weight_decay=decay, fused=gpu or None, capturable=gpu)

@@ -117,7 +117,7 @@ class Step:
         self.offsets = torch.arange(config.batch_size, device=self.device)
         self.cursor = torch.zeros((), dtype=torch.long, device=self.device)
         self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, right answers, images
-        self.random_state = torch.get_rng_state()
+        self.random = torch.Generator(self.device)  # a run's own, whatever others do meanwhile
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.captures = compile and self.on_gpu and world == 1
         self.ahead: WeightsAhead | None = None  # while a captured step is recorded
@@ -125,20 +125,25 @@ class Step:
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """Work of this run goes here, beside that of others on the same GPU."""
-        with torch.cuda.stream(self._stream):  # does nothing for None
+        """Work of this run goes here, beside that of others on the same GPU, and takes its own random numbers."""
+        if self._stream is None:
             yield
+            return
+        default = torch.cuda.default_generators[self.device.index or 0]
+        others = default.graphsafe_get_state()
+        default.graphsafe_set_state(self.random)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            default.graphsafe_set_state(others)
 
     def begin_epoch(self, epoch: int) -> None:
         """A new order of the images and fresh randomness, both a function of seed and epoch alone."""
         self.order.copy_(self._order(epoch))
         self.cursor.zero_()
         self.sums.zero_()
-        seed = (self.config.seed * 100_003 + epoch) * 1_009 + self.rank
-        if self.on_gpu:
-            torch.cuda.manual_seed(seed)
-        else:
-            self.random_state = torch.Generator().manual_seed(seed).get_state()
+        self.random.manual_seed((self.config.seed * 100_003 + epoch) * 1_009 + self.rank)
 
     def _order(self, epoch: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.config.seed * 100_003 + epoch)
@@ -155,12 +160,11 @@ class Step:
         elif self.on_gpu:
             self._take(size, batch_loss)
         else:
-            # Runs that take turns in one process each have their own stream of random numbers.
-            outside = torch.get_rng_state()
-            torch.set_rng_state(self.random_state)
+            others = torch.get_rng_state()
+            torch.set_rng_state(self.random.get_state())
             self._take(size, batch_loss)
-            self.random_state = torch.get_rng_state()
-            torch.set_rng_state(outside)
+            self.random.set_state(torch.get_rng_state())
+            torch.set_rng_state(others)
 
     def _take(self, size: int, loss_function: Loss) -> None:
         data, offsets = self.data, self.offsets[:size][self.rank :: self.world]
@@ -203,7 +207,7 @@ class Step:
             loss = compiled_loss() if compiles else batch_loss
             before = self._snapshot()
             try:
-                with torch.cuda.stream(self._stream), compiling.ready(self.model) if compiles else nullcontext():
+                with self.stream(), compiling.ready(self.model) if compiles else nullcontext():
                     if ahead:
                         images = normalize(self.data.train_images[:size], *self.recipe[:2], torch.float32)
                         layers = self.layers if every and compiles else rebuilding_layers(self.model, images)
@@ -253,7 +257,7 @@ class Step:
         return {
             "tensors": [(t, t.detach().clone()) for t in tensors],
             "optimizer": {p: {k: v.clone() for k, v in s.items() if isinstance(v, Tensor)} for p, s in state.items()},
-            "random": torch.cuda.get_rng_state(),
+            "random": self.random.get_state(),
         }
 
     @torch.no_grad()
@@ -264,21 +268,17 @@ class Step:
             for key, value in state.items():
                 if isinstance(value, Tensor):  # state the warm-up made starts from zero
                     value.copy_(before["optimizer"].get(parameter, {}).get(key, torch.zeros_like(value)))
-        torch.cuda.set_rng_state(before["random"])
+        self.random.set_state(before["random"])
 
     # --- saving ---
 
     def state(self) -> dict[str, Any]:
         """Where in the epoch it stands."""
-        random = torch.cuda.get_rng_state() if self.on_gpu else self.random_state
-        return {"cursor": self.cursor, "sums": self.sums, "random": random}
+        return {"cursor": self.cursor, "sums": self.sums, "random": self.random.get_state()}
 
     def load_state(self, state: dict[str, Any], epoch: int) -> None:
         """Go on from ``state()`` in this epoch."""
         self.order.copy_(self._order(epoch))
         self.cursor.copy_(state["cursor"])
         self.sums.copy_(state["sums"])
-        if self.on_gpu:
-            torch.cuda.set_rng_state(state["random"].cpu())
-        else:
-            self.random_state = state["random"]
+        self.random.set_state(state["random"].cpu())
