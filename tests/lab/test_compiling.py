@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.nn import functional as F
 from torch.nn.utils.parametrize import remove_parametrizations
 
 import cpnorm
 from cpnorm.lab.ahead import WeightsAhead, rebuilt_weight
 from cpnorm.lab.baselines import weight_norm
-from cpnorm.lab.compiling import as_matrix_products, ready
+from cpnorm.lab.compiling import as_matrix_products, pooled_at_once, ready, relu_max_pool2d
 
 
 @pytest.mark.parametrize("canonical", [False, True])
@@ -71,7 +72,8 @@ def test_one_compilation_for_all_seeds(norm: str) -> None:
     compiled = torch.compile(lambda model, x: model(x), backend=counter, fullgraph=True)
     images = torch.randn(2, 3, 8, 8)
     for _ in range(3):
-        model: nn.Module = nn.Sequential(nn.Conv2d(3, 8, 3, padding=2), nn.ReLU(), nn.Conv2d(8, 4, 3))
+        pool = nn.MaxPool2d(2)
+        model: nn.Module = nn.Sequential(nn.Conv2d(3, 8, 3, padding=2), nn.ReLU(), pool, nn.Conv2d(8, 4, 3))
         if norm == "weight":
             weight_norm(model)
         elif norm == "cp":
@@ -112,3 +114,44 @@ def test_one_compilation_for_all_ranks_with_weights_ahead() -> None:
         expected.sum().backward()
         torch.testing.assert_close(ours, [p.grad for p in model.parameters()])
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("size", [(8, 8), (17, 17), (5, 6), (2, 1), (3, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_relu_and_pooling_at_once(size: tuple[int, int], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-3, 4, (2, 5, *size), generator=generator).to(dtype)  # many are equal
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    found, wanted = relu_max_pool2d(ours), F.max_pool2d(F.relu(theirs), 2) if min(size) > 1 else x[:, :, :1, :0]
+    assert torch.equal(found, wanted)
+    if wanted.numel():
+        gradient = torch.randn(wanted.shape, generator=generator).to(dtype)
+        found.backward(gradient)
+        wanted.backward(gradient)
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_pooling_keeps_what_is_not_a_number() -> None:
+    for place in range(4):
+        x = torch.arange(4.0)
+        x[place] = torch.nan
+        assert relu_max_pool2d(x.reshape(1, 1, 2, 2)).isnan().all()
+
+
+def test_which_layers_are_pooled_at_once() -> None:
+    pairs = [(nn.ReLU(), nn.MaxPool2d(2)), (nn.ReLU(inplace=True), nn.MaxPool2d((2, 2), stride=(2, 2)))]
+    others = [
+        (nn.ReLU(), nn.MaxPool2d(3)),
+        (nn.ReLU(), nn.MaxPool2d(2, stride=1)),
+        (nn.ReLU(), nn.MaxPool2d(2, ceil_mode=True)),
+        (nn.ReLU(), nn.MaxPool2d(2, return_indices=True)),
+        (nn.ReLU(), nn.AvgPool2d(2)),
+        (nn.ReLU6(), nn.MaxPool2d(2)),
+        (nn.MaxPool2d(2), nn.ReLU()),
+    ]
+    for pair, changes in [*((p, True) for p in pairs), *((p, False) for p in others)]:
+        with pooled_at_once(nn.Sequential(nn.Sequential(*pair))):
+            assert ["forward" in m.__dict__ for m in pair] == [changes, changes]
+        assert not any("forward" in m.__dict__ for m in pair)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -56,16 +57,40 @@ def mean_losses(config: Config, data: ImageSet, count: int, *, compile: bool = T
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("norm", "lr"), [("none", 0.0), ("weight", 0.0), ("cp", 0.0), ("cp", 0.0005)])
-def test_a_recorded_step_is_the_eager_one(norm: str, lr: float, images: ImageSet) -> None:
-    config = LOW_RANK.replace(norm=norm, precision="fp32")
-    if lr:
-        config = config.replace(optimizer="rmsprop", lr=lr)
+@pytest.mark.parametrize("kind", ["none adam", "weight adam", "cp adam", "cp rmsprop"])
+def test_a_recorded_step_is_the_eager_one(kind: str, images: ImageSet) -> None:
+    norm, optimizer = kind.split()
+    lr = {"adam": 0.001, "rmsprop": 0.0005}[optimizer]
+    config = LOW_RANK.replace(norm=norm, optimizer=optimizer, lr=lr, precision="fp32")
     (eager,), _ = mean_losses(config, images, 1, compile=False)
-    (recorded,), kind = mean_losses(config, images, 1)
-    assert kind == ("captured, weights ahead" if norm == "cp" else "captured")
+    (recorded,), how = mean_losses(config, images, 1)
+    assert how == ("captured, weights ahead" if norm == "cp" else "captured")
     assert 0.1 < eager < 2.0  # it learns, and has not finished
-    assert recorded == pytest.approx(eager, rel=0.01)
+    # Where a gradient is nearly nothing, Adam takes a whole step by its sign: what is rounded otherwise goes elsewhere.
+    assert recorded == pytest.approx(eager, rel=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [{}, {"renormalize": False}, {"momentum": 0.5}])
+def test_recorded_steps_lead_where_eager_ones_do(changes: dict[str, Any], images: ImageSet) -> None:
+    config = LOW_RANK.replace(optimizer="sgd", lr=0.3, lambdas="ones", precision="fp32", **changes)
+    moved = []
+    for compile in (False, True):
+        run = Trainer(config, images, Options(compile=compile))
+        with torch.no_grad():
+            for layer in run.step.layers:
+                layer.sigma *= 3  # as drawn, hardly anything comes through so many layers of low rank
+        before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+        with run.step.stream():
+            run.step.begin_epoch(0)
+            for batch in range(2):
+                run.step(batch)
+        torch.cuda.synchronize()
+        moved.append({name: p.detach() - before[name] for name, p in run.model.named_parameters()})
+        assert bool(run.step.descents) == (compile and not changes)
+    for name, eager in moved[0].items():
+        assert eager.norm() > 1e-4 * before[name].norm(), name
+        assert (moved[1][name] - eager).norm() < 0.01 * eager.norm(), name
 
 
 @pytest.mark.gpu
