@@ -29,32 +29,6 @@ def test_renormalize_as_torch_does() -> None:
 
 
 @pytest.mark.gpu
-def test_descend_as_torch_does() -> None:
-    from cpnorm.kernels import Descent
-
-    generator = torch.Generator().manual_seed(0)
-    factors = [torch.randn(shape, generator=generator).cuda().requires_grad_() for shape in SHAPES]
-    lambdas = [torch.ones(shape[1]).cuda() for shape in SHAPES]
-    wanted = [f.detach().clone().requires_grad_() for f in factors]
-    descent = Descent(factors, lambdas)
-    rate = torch.tensor(0.3, device="cuda")
-    optimizer = torch.optim.SGD(wanted, lr=0.3)
-    for _ in range(3):
-        for ours, theirs in zip(factors, wanted, strict=True):
-            ours.grad = torch.randn(ours.shape, generator=generator).cuda()
-            theirs.grad = ours.grad.clone()
-        descent.take_gradients()
-        assert all(f.grad is None for f in factors)
-        descent.descend(rate)
-        optimizer.step()
-        cpnorm.renormalize_terms([f.detach() for f in wanted], [torch.ones_like(s) for s in lambdas])
-        for ours, theirs in zip(factors, wanted, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-6)
-    with pytest.raises(ValueError, match="every factor"):
-        descent.take_gradients()
-
-
-@pytest.mark.gpu
 def test_only_contiguous_float32_on_a_gpu() -> None:
     from cpnorm.kernels import Renormalizer
 

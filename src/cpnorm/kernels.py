@@ -21,18 +21,9 @@ RENORMALIZE_WARPS = 16
 
 
 @triton.jit
-def _updated(factor, gradient, rate, place, inside, updates: tl.constexpr):  # type: ignore[no-untyped-def]
-    x = tl.load(factor + place, mask=inside, other=0.0)
-    if updates:
-        x -= rate * tl.load(gradient + place, mask=inside, other=0.0)
-    return x
-
-
-@triton.jit
 def _renormalize_columns(  # type: ignore[no-untyped-def]
-    factor, lambdas, gradient, rate, size, rank, first, tiny,
-    updates: tl.constexpr, columns: tl.constexpr, rows_at_once: tl.constexpr,
-):  # fmt: skip
+    factor, lambdas, size, rank, first, tiny, columns: tl.constexpr, rows_at_once: tl.constexpr
+):
     column = first + tl.arange(0, columns)
     there = column < rank
     rows = tl.arange(0, rows_at_once)
@@ -40,8 +31,7 @@ def _renormalize_columns(  # type: ignore[no-untyped-def]
     squares = tl.zeros([rows_at_once, columns], tl.float32)  # summed over the rows once, at the end: a sum is a barrier
     for start in range(0, size, rows_at_once):
         inside = (start + rows < size)[:, None] & there[None, :]
-        place = (start + rows)[:, None] * rank + column[None, :]
-        x = _updated(factor, gradient, rate, place, inside, updates)
+        x = tl.load(factor + (start + rows)[:, None] * rank + column[None, :], mask=inside, other=0.0)
         squares += x * x
 
     total = tl.sum(squares, axis=0)
@@ -50,18 +40,16 @@ def _renormalize_columns(  # type: ignore[no-untyped-def]
     flat = 1.0 / tl.sqrt(size.to(tl.float32))
     for start in range(0, size, rows_at_once):
         inside = (start + rows < size)[:, None] & there[None, :]
-        place = (start + rows)[:, None] * rank + column[None, :]
-        x = _updated(factor, gradient, rate, place, inside, updates)
-        tl.store(factor + place, tl.where(alive[None, :], x * inverse[None, :], flat), mask=inside)
+        place = factor + (start + rows)[:, None] * rank + column[None, :]
+        x = tl.load(place, mask=inside, other=0.0)
+        tl.store(place, tl.where(alive[None, :], x * inverse[None, :], flat), mask=inside)
     tl.store(lambdas + column, tl.zeros([columns], tl.float32), mask=there & (alive == 0))
 
 
 @triton.jit
 def _renormalize(  # type: ignore[no-untyped-def]
     table,
-    learning_rate,
     tiny,
-    updates: tl.constexpr,
     short_columns: tl.constexpr,
     short_rows: tl.constexpr,
     middle_columns: tl.constexpr,
@@ -69,87 +57,39 @@ def _renormalize(  # type: ignore[no-untyped-def]
     tall_columns: tl.constexpr,
     tall_rows: tl.constexpr,
 ):
-    entry = table + tl.program_id(0) * 6
+    entry = table + tl.program_id(0) * 5
     factor = tl.load(entry).to(tl.pointer_type(tl.float32))
     lambdas = tl.load(entry + 1).to(tl.pointer_type(tl.float32))
     size = tl.load(entry + 2)
     rank = tl.load(entry + 3)
     first = tl.load(entry + 4)
-    gradient = tl.load(entry + 5).to(tl.pointer_type(tl.float32))
-    rate = 0.0
-    if updates:
-        rate = tl.load(learning_rate)
     if size <= short_rows:
-        _renormalize_columns(
-            factor, lambdas, gradient, rate, size, rank, first, tiny, updates, short_columns, short_rows
-        )
+        _renormalize_columns(factor, lambdas, size, rank, first, tiny, short_columns, short_rows)
     elif size <= tall_rows:
-        _renormalize_columns(
-            factor, lambdas, gradient, rate, size, rank, first, tiny, updates, middle_columns, middle_rows
-        )
+        _renormalize_columns(factor, lambdas, size, rank, first, tiny, middle_columns, middle_rows)
     else:
-        _renormalize_columns(factor, lambdas, gradient, rate, size, rank, first, tiny, updates, tall_columns, tall_rows)
+        _renormalize_columns(factor, lambdas, size, rank, first, tiny, tall_columns, tall_rows)
 
 
 class Renormalizer:
     """``renormalize_terms`` for these tensors, which must stay where they are: float32, contiguous, on one GPU."""
 
     def __init__(self, factors: Sequence[Tensor], lambdas: Sequence[Tensor]) -> None:
-        _check(*factors, *lambdas)
-        self.factors = factors
+        for tensor in (*factors, *lambdas):
+            if not (tensor.is_cuda and tensor.dtype == torch.float32 and tensor.is_contiguous()):
+                raise ValueError(f"expected contiguous float32 tensors on a GPU, got {tensor.dtype} on {tensor.device}")
         entries = []
-        for number, (factor, scales) in enumerate(zip(factors, lambdas, strict=True)):
+        for factor, scales in zip(factors, lambdas, strict=True):
             size, rank = factor.shape
             columns, _ = SHORT if size <= SHORT[1] else MIDDLE if size <= TALL[1] else TALL
-            entries += [
-                (factor.data_ptr(), scales.data_ptr(), size, rank, at, number) for at in range(0, rank, columns)
-            ]
+            entries += [(factor.data_ptr(), scales.data_ptr(), size, rank, at) for at in range(0, rank, columns)]
         entries.sort(key=lambda entry: -entry[2])  # the tallest, which take longest, start first
-        self.owners = [entry[5] for entry in entries]
         self.table = torch.tensor(entries, dtype=torch.int64, device=factors[0].device)
 
     def __call__(self) -> None:
         """Unit columns again, everywhere, in one launch."""
-        self._launch(None)
-
-    def _launch(self, rate: Tensor | None) -> None:
-        tiny, updates = torch.finfo(torch.float32).tiny, rate is not None
-        grid = (len(self.table),)
-        _renormalize[grid](self.table, rate, tiny, updates, *SHORT, *MIDDLE, *TALL, num_warps=RENORMALIZE_WARPS)
-
-
-class Descent(Renormalizer):
-    """Steepest descent and what ``Renormalizer`` does, reading and writing the factors once instead of twice."""
-
-    gradients: Sequence[Tensor] = ()
-    addresses: Tensor
-
-    def take_gradients(self) -> None:
-        """From the factors, so that an optimizer that takes its step now leaves them as they are."""
-        self.gradients = [factor.grad for factor in self.factors if factor.grad is not None]
-        if len(self.gradients) < len(self.factors):
-            raise ValueError("expected a gradient for every factor")
-        _check(*self.gradients)
-        for factor in self.factors:
-            factor.grad = None
-
-    def descend(self, rate: Tensor) -> None:
-        """Factors less ``rate`` times their gradients, with unit columns again; after recording it, ``aim``."""
-        self.addresses = torch.tensor([self.gradients[number].data_ptr() for number in self.owners])
-        if not torch.cuda.is_current_stream_capturing():
-            self.aim()
-        self._launch(rate)
-        self.gradients = ()
-
-    def aim(self) -> None:
-        """At the gradients of the last ``descend``, from now on."""
-        self.table[:, 5] = self.addresses.to(self.table.device)
-
-
-def _check(*tensors: Tensor) -> None:
-    for tensor in tensors:
-        if not (tensor.is_cuda and tensor.dtype == torch.float32 and tensor.is_contiguous()):
-            raise ValueError(f"expected contiguous float32 tensors on a GPU, got {tensor.dtype} on {tensor.device}")
+        tiny = torch.finfo(torch.float32).tiny
+        _renormalize[(len(self.table),)](self.table, tiny, *SHORT, *MIDDLE, *TALL, num_warps=RENORMALIZE_WARPS)
 
 
 # --- rebuilding -------------------------------------------------------------------------------------------------------

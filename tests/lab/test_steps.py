@@ -87,7 +87,6 @@ def test_recorded_steps_lead_where_eager_ones_do(changes: dict[str, Any], images
                 run.step(batch)
         torch.cuda.synchronize()
         moved.append({name: p.detach() - before[name] for name, p in run.model.named_parameters()})
-        assert bool(run.step.descents) == (compile and not changes)
     for name, eager in moved[0].items():
         assert eager.norm() > 1e-4 * before[name].norm(), name
         assert (moved[1][name] - eager).norm() < 0.01 * eager.norm(), name

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -113,18 +114,34 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 def relu_max_pool2d(x: Tensor) -> Tensor:  # (N, C, H, W) -> (N, C, H // 2, W // 2)
-    """As ``F.max_pool2d(F.relu(x), 2)``; the backward pass needs of it a byte for each output, where that came from."""
-    x = x.permute(0, 2, 3, 1)  # in the order in which channels-last images lie, so that gradients come that way
-    height, width = (size - size % 2 for size in x.shape[1:3])
-    pixels = [x[:, i:height:2, j:width:2] for i in (0, 1) for j in (0, 1)]
-    largest = pixels[0].detach()
-    which = torch.zeros_like(largest, dtype=torch.uint8)
-    for place, pixel in enumerate(pixels[1:], 1):
-        better = (pixel > largest) | pixel.isnan()  # of equal ones the first, as torch does
-        which = torch.where(better, place, which)
-        largest = torch.where(better, pixel.detach(), largest)
-    which = torch.where(largest <= 0, 4, which)
-    found = torch.zeros_like(largest)
-    for place, pixel in enumerate(pixels):
-        found = torch.where(which == place, pixel, found)
-    return found.permute(0, 3, 1, 2)
+    """As ``F.max_pool2d(F.relu(x), 2)``."""
+    return _ReluMaxPool2d.apply(x)
+
+
+class _ReluMaxPool2d(torch.autograd.Function):
+    """Keeps which of its four pixels each output came from: a byte."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """(N, C, H, W) -> (N, C, H // 2, W // 2)."""
+        ctx.size = height, width = x.shape[2:]
+        pixels = [x[:, :, i : height - height % 2 : 2, j : width - width % 2 : 2] for i in (0, 1) for j in (0, 1)]
+        largest = pixels[0]
+        which = torch.zeros_like(largest, dtype=torch.uint8)
+        for place, pixel in enumerate(pixels[1:], 1):
+            which = torch.where(pixel > largest, place, which)  # of equal ones the first, as torch does
+            largest = torch.maximum(largest, pixel)
+        largest = largest.relu()
+        ctx.save_for_backward(torch.where(largest > 0, which, 4).to(torch.uint8))
+        return largest
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Each goes back where its output came from; nowhere if that was rectified."""
+        (which,) = ctx.saved_tensors
+        (height, width), (n, c, h, w) = ctx.size, gradient.shape
+        # Channels last, as the images are: then no layer has to turn them round.
+        which, gradient = (t.permute(0, 2, 3, 1)[:, :, None, :, None, :] for t in (which, gradient))
+        places = torch.arange(4, device=which.device, dtype=torch.uint8).reshape(2, 1, 2, 1)
+        images = torch.where(which == places, gradient, 0).reshape(n, 2 * h, 2 * w, c)
+        return F.pad(images, (0, 0, 0, width - 2 * w, 0, height - 2 * h)).permute(0, 3, 1, 2)

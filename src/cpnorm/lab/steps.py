@@ -6,8 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +18,6 @@ from cpnorm.lab import compiling
 from cpnorm.lab.ahead import WeightsAhead, compiled_rebuild, rebuilding_layers, rebuilt_weight
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet, augment, normalize
-
-if TYPE_CHECKING:
-    from cpnorm.kernels import Descent
 
 log = logging.getLogger("cpnorm.lab")
 
@@ -69,15 +65,10 @@ def compiled_loss() -> Loss:
     return torch.compile(batch_loss, dynamic=False)
 
 
-def factors_and_lambdas(layers: Sequence[cpnorm.CPLayer]) -> tuple[list[Tensor], list[Tensor]]:
-    """All factors, and for each the lambdas that belong to its columns."""
-    pairs = [(factor, layer.lambdas) for layer in layers for factor in layer.factors]
-    return [factor for factor, _ in pairs], [lambdas for _, lambdas in pairs]
-
-
 def renormalizer(layers: Sequence[cpnorm.CPLayer]) -> Callable[[], object]:
     """What renormalises these in place: one kernel on a GPU, torch's operations elsewhere."""
-    factors, lambdas = factors_and_lambdas(layers)
+    factors = [factor for layer in layers for factor in layer.factors]
+    lambdas = [layer.lambdas for layer in layers for _ in layer.factors]
     if factors and factors[0].is_cuda:
         try:
             from cpnorm.kernels import Renormalizer
@@ -130,8 +121,6 @@ class Step:
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.captures = compile and self.on_gpu and world == 1
         self.ahead: WeightsAhead | None = None  # while a captured step is recorded
-        self.descent: Descent | None = None  # the same
-        self.descents: dict[int, Descent] = {}  # what the graphs refer to
         self._stream = torch.cuda.Stream(self.device) if self.on_gpu else None
 
     @contextmanager
@@ -190,12 +179,8 @@ class Step:
         objective.backward()
         if self.ahead:
             self.ahead.backward()
-        if self.descent:
-            self.descent.take_gradients()
         self.optimizer.step()
-        if self.descent:
-            self.descent.descend(self.optimizer.param_groups[0]["lr"])
-        elif self.renormalize:
+        if self.renormalize:
             self.renormalize()
         self.cursor += size
         self.sums += totals
@@ -228,16 +213,12 @@ class Step:
                         layers = self.layers if every and compiles else rebuilding_layers(self.model, images)
                         rebuild = compiled_rebuild() if compiles and not every else rebuilt_weight
                         self.ahead = WeightsAhead(layers, self.precision, rebuild)
-                    self.descent = self._descent()
                     for _ in range(WARM_UP_STEPS):
                         self._take(size, loss)
                         self.cursor.zero_()
                     # Gradients that do not exist yet are written, not added to, by the captured backward pass.
                     self.optimizer.zero_grad(set_to_none=True)
                     self.graphs[size] = self._recorded(size, loss)
-                    if self.descent:
-                        self.descent.aim()
-                        self.descents[size] = self.descent
                 if size == self.config.batch_size:
                     self.kind = kind
                 return
@@ -250,20 +231,9 @@ class Step:
                 if self.ahead:
                     self.ahead.release()
                     self.ahead = None
-                self.descent = None
                 torch.cuda.synchronize()
                 self._restore(before)
         self.captures = False
-
-    def _descent(self) -> Descent | None:
-        """Update and renormalisation of all factors at once, where the update is as simple as it can be."""
-        config, groups = self.config, self.optimizer.param_groups
-        simple = config.optimizer == "sgd" and not config.momentum and not config.weight_decay and len(groups) == 1
-        if not simple or self.renormalize is None or find_spec("triton") is None or not self.on_gpu:
-            return None
-        from cpnorm.kernels import Descent
-
-        return Descent(*factors_and_lambdas(self.layers))
 
     def _recorded(self, size: int, loss: Loss) -> torch.cuda.CUDAGraph:
         """The step as a graph that shares no memory with those of other runs.
