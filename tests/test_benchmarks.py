@@ -52,10 +52,10 @@ def test_a_record_says_what_was_run_where_and_with_what(path: Path) -> None:
     record = json.loads(path.read_text())
     script = re.match(r"python benchmarks/(\w+)\.py", record["command"])
     assert script
-    assert path.stem in (f"{script[1]}_cpu", f"{script[1]}_cuda")
-    assert path.stem.endswith("_cuda") is ("--device cuda" in record["command"])
+    device = "cuda" if "--device cuda" in record["command"] else "cpu"
+    assert re.fullmatch(rf"{script[1]}_{device}(_[\w-]+)?", path.stem)
     assert {"python", "torch", "cpnorm"} <= set(record["machine"]["versions"])
-    assert record["machine"]["gpu" if path.stem.endswith("_cuda") else "cpu"]
+    assert record["machine"]["gpu" if device == "cuda" else "cpu"]
     assert record["claims"]
     for claim in record["claims"]:
         sign, bound = claim["target"][0], float(re.findall(r"[\d.e+-]+", claim["target"])[0])
