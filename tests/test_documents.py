@@ -115,14 +115,19 @@ def test_the_readmes_example_is_short_and_needs_no_cpnorm_in_the_end(capsys: pyt
 
 
 def test_the_table_is_what_the_records_say() -> None:
-    finals: dict[str, list[float]] = defaultdict(list)
+    found: dict[tuple[str, bool], list[float]] = defaultdict(list)  # by row, and whether right after the cut
     for path in (ROOT / "results").glob("*.jsonl"):
         for line in map(json.loads, path.read_text().splitlines()):
             if "final" in line:
-                finals[line["row"]].append(line["final"])
-    rows = re.findall(r"^\|.*?\| (?:\*\*)?(\d+\.\d\d) ± (\d\.\d\d)(?:\*\*)? \| `(beyond-[^`]+)` \|$", README, re.M)
+                found[line["row"], False].append(line["final"])
+            if "compress" in line:
+                found[line["row"], True].append(line["compress"]["accuracy_cut"])
+    accuracy = r"(?:\*\*)?(\d+\.\d\d) ± (\d\.\d\d)(?:\*\*)?"
+    rows = re.findall(rf"^\|.*?\| {accuracy} \| `(beyond-[^`]+)`(, before fine-tuning)? \|$", README, re.M)
     assert len(rows) >= 6
-    for mean, sd, key in rows:
-        assert len(finals[key]) >= 3, key
-        assert float(mean) == pytest.approx(statistics.mean(finals[key]), abs=0.006), key
-        assert float(sd) == pytest.approx(statistics.stdev(finals[key]), abs=0.006), key
+    assert [row for row in rows if row[3]]
+    for mean, sd, key, before in rows:
+        values = found[key, bool(before)]
+        assert len(values) >= 3, key
+        assert float(mean) == pytest.approx(statistics.mean(values), abs=0.006), key
+        assert float(sd) == pytest.approx(statistics.stdev(values), abs=0.006), key
