@@ -79,7 +79,7 @@ def test_a_factorised_model(tmp_path: Path) -> None:
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
     model = network().eval()
-    forms = {"0": "separable", "3": "depthwise", "7": "low-rank", "9": "low-rank"}
+    forms = {"0": "separable", "3": "linear-depthwise", "7": "low-rank", "9": "low-rank"}
     small = factorize(model, image(1), measure=False, forms=forms)
     path = tmp_path / "small.onnx"
     export_onnx(small, image(1), path)
@@ -147,6 +147,7 @@ def test_torch_export_of_canonical_and_factorised_models() -> None:
     expected = model(image(5))
     for layer in canonical_layers(model).values():
         layer.path = "factors"  # a file for all batch sizes cannot choose by batch size
-    for candidate in (model, factorize(model, image(2), measure=False)):
+    forms = {"3": "linear-depthwise"}
+    for candidate in (model, factorize(model, image(2), measure=False, forms=forms)):
         program = torch.export.export(candidate, (image(2),), dynamic_shapes=({0: batch},))
         laws.close(program.module()(image(5)), expected, 1e-5)

@@ -94,7 +94,7 @@ def test_costs_are_those_of_torchs_own_counter(case: Case) -> None:
 def test_the_result_needs_no_cpnorm(tmp_path: Path) -> None:
     """Pickled here, it runs in a process that cannot import cpnorm, with the same outputs."""
     model = network().eval()
-    small = factorize(model, image())
+    small = factorize(model, image(), forms={"3": "linear-depthwise"})
     with torch.no_grad():
         torch.save({"model": small, "x": image(), "y": model(image())}, tmp_path / "small.pt")
     script = """
@@ -114,9 +114,9 @@ print((y - saved["y"]).norm().item() < 1e-5 * saved["y"].norm().item() > 0)
 def test_the_result_compiles_trains_and_copies() -> None:
     model = network()
     model[3].requires_grad_(False)
-    small = factorize(model, image(), measure=False, forms={"0": "separable", "3": "depthwise", "7": "low-rank"})
+    small = factorize(model, image(), measure=False, forms={"0": "separable", "3": "linear-depthwise", "7": "low-rank"})
     assert small.training
-    assert not small[3].into.weight.requires_grad
+    assert not small[3].into.linear.weight.requires_grad
     assert small[7].out.bias.requires_grad
     expected = model(image())
     close(torch.compile(small, fullgraph=True, backend="aot_eager")(image()), expected, 1e-5)

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
 from torch.nn.modules.conv import _ConvNd
 
 from cpnorm.layers import CPLayer
@@ -29,6 +30,7 @@ FLOPS_PER_BYTE = {"cpu": 12.0, "cuda": 120.0}
 FLOPS_PER_CALL = {"cpu": 5e6, "cuda": 5e8}
 
 Steps = tuple[tuple[int, ...], ...]  # the axes of the kernel that each step takes
+LINEAR = "linear-"  # forms whose first step is a linear layer
 
 
 # --- which forms there are ----------------------------------------------------------------------------------------
@@ -40,6 +42,7 @@ def forms_of(layer: CPLayer) -> list[str]:
     "low-rank": two linear maps, or two 1x1 convolutions; "depthwise": 1x1 -> kxk for each term -> 1x1;
     "separable": 1x1 -> kx1 -> 1xk -> 1x1; "split": kx1 -> 1xk; "pointwise-first": 1x1 -> kxk;
     "pointwise-last": kxk -> 1x1; "unflatten": a linear layer with finer modes, as 1x1 -> depthwise -> linear.
+    "linear-depthwise" and its like begin with a linear layer over the channels instead of a 1x1 convolution.
     """
     if isinstance(layer, nn.Linear):
         return ["low-rank", "unflatten"] if 2 <= len(_linear_modes(layer)[1]) <= 4 else ["low-rank"]
@@ -48,13 +51,15 @@ def forms_of(layer: CPLayer) -> list[str]:
 
 def _conv_steps(conv: _ConvNd) -> dict[str, Steps]:
     axes = tuple(axis for axis in range(len(conv.kernel_size)) if _moves(conv, axis))
-    if math.prod(conv.kernel_size) == 1:
-        return {"low-rank": (axes, ())}
-    found: dict[str, Steps] = {"depthwise": ((), axes, ())}
-    if len(axes) > 1:
-        found["separable"] = ((), *((axis,) for axis in axes), ())
-        found["split"] = (axes[:1], axes[1:])
-    return found | {"pointwise-first": ((), axes), "pointwise-last": (axes, ())}
+    found: dict[str, Steps] = {"low-rank": (axes, ())}
+    if math.prod(conv.kernel_size) > 1:
+        found = {"depthwise": ((), axes, ())}
+        if len(axes) > 1:
+            found["separable"] = ((), *((axis,) for axis in axes), ())
+            found["split"] = (axes[:1], axes[1:])
+        found |= {"pointwise-first": ((), axes), "pointwise-last": (axes, ())}
+    linear = {f"{LINEAR}{form}": steps for form, steps in found.items() if not steps[0] and conv.groups == 1}
+    return found | linear
 
 
 def _moves(conv: _ConvNd, axis: int) -> bool:
@@ -89,6 +94,8 @@ def chain(layer: CPLayer, form: str, *, empty: bool = False) -> nn.Sequential:
         plain = _linear_chain(layer, form, scales, factors)
     else:
         plain = _conv_chain(cast(_ConvNd, layer), _conv_steps(cast(_ConvNd, layer))[form], scales, factors)
+        if form.startswith(LINEAR):
+            plain[0] = _over_channels(cast(_ConvNd, plain[0]))
     plain.to(device, layer.lambdas.dtype).requires_grad_(layer.lambdas.requires_grad)
     return plain.train(layer.training)
 
@@ -179,6 +186,20 @@ def _conv_step(
     return _plain(kinds[len(kernel) - 1](*channels, kernel, **settings), weight, bias)
 
 
+def _over_channels(conv: _ConvNd) -> GraphModule:
+    """A 1x1 convolution without a bias as a linear layer, between two views: channels last, nothing is moved for them.
+
+    A module of torch's own that carries its code, since torch has no layer that turns dimensions.
+    """
+    linear = _plain(nn.Linear(conv.in_channels, conv.out_channels, device="meta"), conv.weight.flatten(1))
+    channels = 1 - conv.weight.ndim  # counted from behind: there may be no batch
+    graph = Graph()
+    x = graph.call_method("movedim", (graph.placeholder("x"), channels, -1))
+    x = graph.call_method("movedim", (graph.call_module("linear", (x,)), -1, channels))
+    graph.output(x)
+    return GraphModule({"linear": linear}, graph, "OverChannels")
+
+
 def _plain(layer: nn.Module, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
     """A layer built on the meta device (no memory, no random numbers drawn) gets its values."""
     layer.weight = nn.Parameter(weight.contiguous())
@@ -205,7 +226,7 @@ def form_cost(layer: nn.Module, shapes: Iterable[Sequence[int]], device: str = "
     for shape in shapes:
         for step in steps:
             after = _output_shape(step, shape)
-            weight = getattr(step, "weight", None)
+            weight = next((p for name, p in step.named_parameters() if name.endswith("weight")), None)
             if weight is not None:
                 work = 2 * weight.numel() * math.prod(shape if _transposed(step) else after) // weight.shape[0]
                 moved = weight.element_size() * (weight.numel() + math.prod(shape) + math.prod(after))

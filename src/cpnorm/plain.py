@@ -32,7 +32,7 @@ def plain_copy(model: nn.Module, forms: Mapping[str, str], channels_last: bool, 
         if id(layer) not in built:
             built[id(layer)] = plain = chain(layer, forms[first[id(layer.lambdas)]])
             leader = leaders.setdefault(id(layer.lambdas), plain)
-            for step, owner in zip(plain, leader, strict=True):
+            for step, owner in zip(plain.modules(), leader.modules(), strict=True):
                 if "weight" in owner._parameters:
                     step.weight = owner.weight
         twin = _replaced(twin, name, built[id(layer)])
