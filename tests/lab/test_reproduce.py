@@ -111,6 +111,32 @@ def test_networks_that_are_not_at_hand_are_trained_again(tmp_path: Path, tiny: N
     assert len(path.read_text().splitlines()) == 4
 
 
+def test_a_chain_of_cuts_is_made_again_from_its_beginning(
+    tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = dataclasses.replace(CUT, key="tiny/again", starts_from=CUT.key)
+    table = Table("tiny", "Tiny", "", rows=(BASE, CUT, again))
+    monkeypatch.setattr(reproduce, "all_tables", lambda: {"tiny": table})
+    monkeypatch.setattr(paper, "row", lambda key: {row.key: row for row in table.rows}[key])
+    assert run(tmp_path, seeds=1) == []
+    path = tmp_path / "results/tiny.jsonl"
+    lines = path.read_text().splitlines()
+    weights = [json.loads(line)["weights"] for line in lines]
+    assert weights == sorted(weights, reverse=True)
+    path.write_text("\n".join(lines[:2]) + "\n")
+    said: list[str] = []
+    left = reproduce.reproduce(
+        ["tiny"], seeds=[0], results=tmp_path / "results", work=tmp_path / "elsewhere", announce=said.append
+    )
+    assert left == []
+    assert [text for text in said if "%" not in text] == [
+        "tiny/base: seeds 0 again",
+        "tiny/cut: seeds 0 again",
+        "tiny/again: seeds 0",
+    ]
+    assert json.loads(path.read_text().splitlines()[2])["weights"] == weights[2]
+
+
 def test_a_failing_row_does_not_stop_the_others(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no")

@@ -53,7 +53,7 @@ ADAM_FREE = Row("beyond-batch/adam-free", "batch 128, never renormalised", ADAM.
 
 
 def _cut(key: str, name: str, start: Row, rate: float, **options: Any) -> Row:
-    """The network of the same seed, cut and fine-tuned for 20 epochs."""
+    """The network of the same seed, cut and fine-tuned: for 20 epochs if nothing else is said."""
     recipe: dict[str, Any] = {"lr": 0.001, "optimizer": "adam", "schedule": "cosine", "start": "same"}
     cut = Compression(rate, **(recipe | options))
     return Row(key, name, start.config, None, starts_from=start.key, compression=cut)
@@ -78,18 +78,20 @@ COMPRESS_ROWS = (
 )
 
 
-def _cut_again(key: str, start: str, rate: float, params: int) -> Row:
-    """A low-rank network made smaller still, with a longer fine-tuning."""
-    source = next(row for row in CIFAR10_ROWS if row.key == start)
-    options: dict[str, Any] = {"criterion": "gram", "refit": "als", "lr": 0.002, "epochs": 60}
-    return _cut(key, f"{start.rpartition('-')[2]}, then cut", source, rate, params=params, **options)
+# At 0.46 M weights a cut network has 91.4 %, and in a prototype one trained at 0.44 M from the start 88.3 %: so cut,
+# fine-tune, and cut again.
+WHOLE = Row("beyond-cut/whole", "canonical, Adam", LOW_RANK.replace(rank="paper", lr=0.001, epochs=100), None)
 
 
-CUT_ROWS = (
-    _cut_again("beyond-cut/140k-from-210k", "beyond-cifar10/low-rank-210k", 0.34, 140_000),
-    _cut_again("beyond-cut/70k-from-210k", "beyond-cifar10/low-rank-210k", 0.67, 70_000),
-    _cut_again("beyond-cut/70k-from-140k", "beyond-cifar10/low-rank-140k", 0.49, 70_000),
-)
+def _cut_again(start: Row, rate: float, params: int, epochs: int) -> Row:
+    key = f"beyond-cut/{params // 1000}k"
+    options: dict[str, Any] = {"params": params, "epochs": epochs, "criterion": "gram", "refit": "als"}
+    return _cut(key, f"cut from {start.key.partition('/')[2]}", start, rate, **options)
+
+
+CUT_400K = _cut_again(WHOLE, 0.93, 400_000, 30)
+CUT_140K = _cut_again(CUT_400K, 0.65, 140_000, 60)
+CUT_ROWS = (WHOLE, CUT_400K, CUT_140K, _cut_again(CUT_140K, 0.5, 70_000, 100))
 
 
 def _criterion(key: str, name: str, **options: Any) -> Row:
@@ -147,7 +149,7 @@ TABLES = (
     Table("beyond-batch", "Adam: batch size and renormalisation, CIFAR-10", "", rows=(ADAM_64, ADAM_FREE)),
     Table("beyond-compress", "λ-truncation of the Adam-trained network, CIFAR-10", "", rows=COMPRESS_ROWS),
     Table("beyond-criteria", "What to cut, and how to refit: 90 % of the weights, CIFAR-10", "", rows=CRITERIA_ROWS),
-    Table("beyond-cut", "Low rank, then λ-truncation, CIFAR-10", "", rows=CUT_ROWS),
+    Table("beyond-cut", "Cut, fine-tuned and cut again, CIFAR-10", "", rows=CUT_ROWS),
     Table("checks", "What may explain a difference from the paper", "", rows=CHECK_ROWS),
     Table("beyond-mnist", "Low rank from the start, LeNet-like on MNIST", "", rows=MNIST_ROWS),
 )

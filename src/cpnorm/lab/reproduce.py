@@ -76,7 +76,7 @@ class Job:
     def first(self, done: Done, work: Path) -> Job:
         """What has to be run for it now: itself, or first once more the run whose network it starts from."""
         base = base_of(self, done)
-        return base if base and base.folder(work).record() is None else self
+        return base.first(done, work) if base and base.folder(work).record() is None else self
 
 
 def all_tables() -> dict[str, Table]:
