@@ -89,7 +89,7 @@ def pooled_at_once(model: nn.Module) -> Iterator[None]:
     """Inside the block each ReLU of a Sequential with 2 x 2 pooling behind it is computed with it.
 
     Compiled, torch's own operations write the rectified images, and search them once more for the largest pixels in the
-    backward pass: a training step of the AlexNet-like network is 8 % longer.
+    backward pass: on an H200 a training step of the plain AlexNet-like network is 12 % longer.
     """
     pairs = [pair for m in model.modules() if isinstance(m, nn.Sequential) for pair in pairwise(m)]
     pairs = [(relu, pool) for relu, pool in pairs if type(relu) is nn.ReLU and _halves(pool)]
