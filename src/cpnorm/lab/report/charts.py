@@ -90,7 +90,9 @@ def _overview_row(plot: Plot, entry: Comparison, y: float, reach: float) -> str:
     if abs(difference.value) > reach:
         nearest = difference.low if difference.value > 0 else difference.high
         edge = inside(difference.value if nearest is None else nearest)
-        x_text, anchor = (edge - 8, "end") if difference.value > 0 else (edge + 8, "start")
+        # Behind the interval; where that ends at the right edge there is no room, but to the left of the dot there is.
+        beside = difference.value < 0 and edge < x(reach) - 30
+        x_text, anchor = (edge + 8, "start") if beside else (min(edge, at) - 8, "end")
         text = f"{difference.value:+.1f}".replace("-", "−")
         parts.append(f'<text x="{x_text:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}">{text}</text>')
     return "".join(parts)
