@@ -61,7 +61,7 @@ def section(records: Records) -> Section:
 
 
 def own_grid(title: str, keys: Sequence[str], records: Records) -> Grid:
-    """Accuracy and weights of our recipes, and how they stand to the plain network."""
+    """Accuracy and weights of our recipes, and how they stand to the best network without CP."""
     cuts = {
         key: summarize(value for run in records.finished(key) if (value := run.right_after_the_cut) is not None)
         for key in keys
@@ -96,7 +96,7 @@ def own_grid(title: str, keys: Sequence[str], records: Records) -> Grid:
         Column("row", words=True),
         *([Column("after the cut", "ours")] if any(cuts.values()) else []),
         *(Column(name, "ours") for name in ("last epoch", "best epoch", "max", "weights", "n")),
-        Column("plain network", "against", words=True),
+        Column("best without CP", "against", words=True),
         *(Column(name, "against") for name in ("points", "p", "fewer weights")),
     ]
     return Grid(title, columns, rows)
