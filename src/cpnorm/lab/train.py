@@ -66,6 +66,7 @@ class Trainer:
             self.precision = "bf16" if self.device.type == "cuda" else "fp32"
         torch.set_float32_matmul_precision("highest" if self.precision == "fp32" else "high")
         torch.backends.cudnn.allow_tf32 = self.precision != "fp32"
+        torch.backends.cudnn.benchmark = self.options.compile  # the same few shapes come thousands of times
         self.model = model.to(self.device) if model is not None else build_model(config, data, self.device, progress)
         if self.device.type == "cuda":  # as the images are: gradients come that way, and need no copy
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
