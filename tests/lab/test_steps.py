@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import statistics
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from cpnorm.lab import steps
@@ -63,40 +65,47 @@ def mean_losses(
     return [means(run.step.totals().tolist())[0] for run in runs], runs[0].step.kind
 
 
+def movements(config: Config, data: ImageSet, *, compile: bool) -> tuple[dict[str, Tensor], str]:
+    """How far each parameter goes in the first two steps, and how they were taken."""
+    run = Trainer(config, data, Options(compile=compile))
+    with torch.no_grad():
+        for layer in run.step.layers:
+            layer.sigma *= 3  # as drawn, hardly anything comes through so many layers of low rank
+    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    with run.step.stream():
+        run.step.begin_epoch(0)
+        for batch in range(2):
+            run.step(batch)
+    torch.cuda.synchronize()
+    moved = {name: p.detach() - before[name] for name, p in run.model.named_parameters()}
+    assert all(moved[name].norm() > 1e-4 * p.norm() for name, p in before.items())
+    return moved, run.step.kind
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["none adam", "weight adam", "cp adam", "cp rmsprop"])
 def test_a_recorded_step_is_the_eager_one(kind: str, images: ImageSet) -> None:
     norm, optimizer = kind.split()
     lr = {"adam": 0.001, "rmsprop": 0.0005}[optimizer]
-    config = LOW_RANK.replace(norm=norm, optimizer=optimizer, lr=lr, precision="fp32")
-    (eager,), _ = mean_losses(config, images, 1, compile=False)
-    (recorded,), how = mean_losses(config, images, 1)
+    config = LOW_RANK.replace(norm=norm, optimizer=optimizer, lr=lr, lambdas="ones", precision="fp32")
+    eager, _ = movements(config, images, compile=False)
+    recorded, how = movements(config, images, compile=True)
     assert how == ("captured, weights ahead" if norm == "cp" else "captured")
-    assert 0.1 < eager < 2.0  # it learns, and has not finished
-    # Where a gradient is nearly nothing, Adam takes a whole step by its sign: what is rounded otherwise goes elsewhere.
-    assert recorded == pytest.approx(eager, rel=0.05)
+    # Such an optimizer takes a whole step by the sign of a gradient that is nearly nothing. On a CPU, rounding that
+    # differs by one in a million moves the median of these ratios to 0.08 at most; an optimizer's state or step count
+    # left over from a warm-up, to 0.44 at least.
+    ratios = [((recorded[name] - p).norm() / p.norm()).item() for name, p in eager.items()]
+    assert statistics.median(ratios) < 0.2
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", [{}, {"renormalize": False}, {"momentum": 0.5}])
 def test_recorded_steps_lead_where_eager_ones_do(changes: dict[str, Any], images: ImageSet) -> None:
     config = LOW_RANK.replace(optimizer="sgd", lr=0.3, lambdas="ones", precision="fp32", **changes)
-    moved = []
-    for compile in (False, True):
-        run = Trainer(config, images, Options(compile=compile))
-        with torch.no_grad():
-            for layer in run.step.layers:
-                layer.sigma *= 3  # as drawn, hardly anything comes through so many layers of low rank
-        before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-        with run.step.stream():
-            run.step.begin_epoch(0)
-            for batch in range(2):
-                run.step(batch)
-        torch.cuda.synchronize()
-        moved.append({name: p.detach() - before[name] for name, p in run.model.named_parameters()})
-    for name, eager in moved[0].items():
-        assert eager.norm() > 1e-4 * before[name].norm(), name
-        assert (moved[1][name] - eager).norm() < 0.01 * eager.norm(), name
+    eager, _ = movements(config, images, compile=False)
+    recorded, _ = movements(config, images, compile=True)
+    for name, moved in eager.items():
+        assert (recorded[name] - moved).norm() < 0.01 * moved.norm(), name
 
 
 @pytest.mark.gpu
