@@ -78,7 +78,8 @@ def movements(config: Config, data: ImageSet, *, compile: bool) -> tuple[dict[st
             run.step(batch)
     torch.cuda.synchronize()
     moved = {name: p.detach() - before[name] for name, p in run.model.named_parameters()}
-    assert all(moved[name].norm() > 1e-4 * p.norm() for name, p in before.items())
+    # All do, but for single numbers, which may come back to where they were.
+    assert all(moved[name].norm() > 1e-4 * p.norm() for name, p in before.items() if p.numel() > 1)
     return moved, run.step.kind
 
 
@@ -94,7 +95,7 @@ def test_a_recorded_step_is_the_eager_one(kind: str, images: ImageSet) -> None:
     # Such an optimizer takes a whole step by the sign of a gradient that is nearly nothing. On a CPU, rounding that
     # differs by one in a million moves the median of these ratios to 0.08 at most; an optimizer's state or step count
     # left over from a warm-up, to 0.44 at least.
-    ratios = [((recorded[name] - p).norm() / p.norm()).item() for name, p in eager.items()]
+    ratios = [((recorded[name] - p).norm() / p.norm()).item() for name, p in eager.items() if p.numel() > 1]
     assert statistics.median(ratios) < 0.2
 
 
