@@ -6,11 +6,16 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 OLDEST ?= .venv-oldest
+KERNELS ?= .venv-kernels
 OLDEST_TESTS := tests/test_checkpoint.py tests/lab/test_data.py tests/lab/test_formats.py tests/lab/test_official.py
 
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4
 
-.PHONY: demo test test-slow test-gpu test-kill test-oldest coverage mutate docs test-package bench bench-gpu lint format clean
+# What an environment lacks it finds in $(VENV).
+lend = $(BIN)/python -c "import sysconfig; print('$(CURDIR)/src', sysconfig.get_path('purelib'), sep='\n')" \
+    > $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/lent.pth
+
+.PHONY: demo test test-slow test-gpu test-kernels test-kill test-oldest coverage mutate docs test-package bench bench-gpu lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/lab.stamp
@@ -25,6 +30,13 @@ test-slow: $(VENV)/dev.stamp
 test-gpu: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -n0 -m gpu tests
 
+# The GPU kernels without a GPU: triton's interpreter does what they say on the CPU.
+test-kernels: $(VENV)/dev.stamp
+	test -x $(KERNELS)/bin/python || $(BIN)/python -m venv $(KERNELS)
+	$(KERNELS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.9.0
+	$(call lend,$(KERNELS))
+	TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest -q -n0 -p no:cacheprovider tests/test_kernels.py
+
 test-kill: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -n0 -m kill tests/trust
 
@@ -32,8 +44,7 @@ test-kill: $(VENV)/dev.stamp
 test-oldest: $(VENV)/dev.stamp
 	test -x $(OLDEST)/bin/python || $(BIN)/python -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r oldest.txt
-	$(BIN)/python -c "import sysconfig; print('$(CURDIR)/src', sysconfig.get_path('purelib'), sep='\n')" \
-	    > $$($(OLDEST)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/newest.pth
+	$(call lend,$(OLDEST))
 	$(OLDEST)/bin/python -m pytest -q -n0 -p no:cacheprovider -W ignore::DeprecationWarning \
 	    -m "not slow" -k "not compiled" $(OLDEST_TESTS)
 	$(OLDEST)/bin/python -m cpnorm train --help > /dev/null
@@ -78,7 +89,7 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) $(OLDEST) $(KERNELS) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 
 $(VENV)/lab.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -76,7 +76,8 @@ class Renormalizer:
 
     def __init__(self, factors: Sequence[Tensor], lambdas: Sequence[Tensor]) -> None:
         for tensor in (*factors, *lambdas):
-            if not (tensor.is_cuda and tensor.dtype == torch.float32 and tensor.is_contiguous()):
+            within_reach = tensor.is_cuda or triton.knobs.runtime.interpret
+            if not (within_reach and tensor.dtype == torch.float32 and tensor.is_contiguous()):
                 raise ValueError(f"expected contiguous float32 tensors on a GPU, got {tensor.dtype} on {tensor.device}")
         entries = []
         for factor, scales in zip(factors, lambdas, strict=True):
@@ -97,14 +98,17 @@ class Renormalizer:
 # Rows and columns of the factors that one program holds, and its warps.
 PRODUCTS = (16, 128, 4)
 GRADIENTS = (64, 32, 4)
+TERMS = 6  # of a layer: sigma, lambdas, and the factors a (O, R), b (I, R), k1 and k2
+
+# All layers are done in one launch: what belongs to them comes as tuples with an entry for each. Small layers, whose
+# kernels would take little more than the time to start them, fill the GPU between the large ones.
 
 
 @triton.jit
 def _khatri_rao(  # type: ignore[no-untyped-def]
-    big, small, scales, out, first, size, rank, width, big_step, small_step,
-    count: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    big, small, scales, out, column, first, size, rank, width, big_step, small_step,
+    count: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
-    column = tl.program_id(0) * columns + tl.arange(0, columns)
     row = first + tl.arange(0, rows)
     there = (column < rank)[None, :]
     x = tl.load(big + row[:, None] * rank + column[None, :], mask=(row < size)[:, None] & there, other=0.0)
@@ -117,27 +121,43 @@ def _khatri_rao(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _products(  # type: ignore[no-untyped-def]
-    sigma, lambdas, a, b, k1, k2, left, right, outputs, inputs, rank, width,
+def _products_of_layer(  # type: ignore[no-untyped-def]
+    terms, left, right, sizes, program, across,
     n1: tl.constexpr, n2: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
-    column = tl.program_id(0) * columns + tl.arange(0, columns)
-    block = tl.program_id(1)
+    sigma, lambdas, a, b, k1, k2 = terms
+    outputs, inputs, rank, width = sizes
+    column = program % across * columns + tl.arange(0, columns)
+    block = program // across
     blocks = tl.cdiv(outputs, rows)
     if block < blocks:  # (O, k1)
         scales = tl.load(sigma) * tl.load(lambdas + column, mask=column < rank, other=0.0)
-        _khatri_rao(a, k1, scales, left, block * rows, outputs, rank, width, n1, 1, n1, rows, columns)
+        _khatri_rao(a, k1, scales, left, column, block * rows, outputs, rank, width, n1, 1, n1, rows)
     else:  # (k2, I)
         ones = tl.full([columns], 1.0, tl.float32)
-        _khatri_rao(b, k2, ones, right, (block - blocks) * rows, inputs, rank, width, 1, inputs, n2, rows, columns)
+        _khatri_rao(b, k2, ones, right, column, (block - blocks) * rows, inputs, rank, width, 1, inputs, n2, rows)
+
+
+@triton.jit
+def _products(  # type: ignore[no-untyped-def]
+    terms, lefts, rights, sizes, shapes: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr
+):
+    program = tl.program_id(0)
+    for i in tl.static_range(len(shapes)):
+        across = tl.cdiv(sizes[i][3], columns)
+        programs = across * (tl.cdiv(sizes[i][0], rows) + tl.cdiv(sizes[i][1], rows))
+        if (program >= 0) & (program < programs):
+            _products_of_layer(
+                terms[i], lefts[i], rights[i], sizes[i], program, across, shapes[i][0], shapes[i][1], rows, columns
+            )
+        program -= programs
 
 
 @triton.jit
 def _khatri_rao_gradient(  # type: ignore[no-untyped-def]
-    d, big, small, scales, d_big, sums, block, size, rank, width, big_step, small_step,
-    count: tl.constexpr, padded: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    d, big, small, scales, d_big, sums, column, block, size, rank, width, big_step, small_step,
+    count: tl.constexpr, padded: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
-    column = tl.program_id(0) * columns + tl.arange(0, columns)
     row = block * rows + tl.arange(0, rows)
     part = tl.arange(0, padded)
     there = column < rank
@@ -157,32 +177,51 @@ def _khatri_rao_gradient(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gradients(  # type: ignore[no-untyped-def]
-    sigma, lambdas, a, b, k1, k2, d_left, d_right, d_a, d_b, sums1, sums2, outputs, inputs, rank, width,
+def _gradients_of_layer(  # type: ignore[no-untyped-def]
+    terms, d_sides, d_terms, sums, sizes, program, across,
     n1: tl.constexpr, n2: tl.constexpr, padded1: tl.constexpr, padded2: tl.constexpr,
     rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
-    column = tl.program_id(0) * columns + tl.arange(0, columns)
-    block = tl.program_id(1)
+    sigma, lambdas, a, b, k1, k2 = terms
+    outputs, inputs, rank, width = sizes
+    column = program % across * columns + tl.arange(0, columns)
+    block = program // across
     blocks = tl.cdiv(outputs, rows)
     if block < blocks:
         scales = tl.load(sigma) * tl.load(lambdas + column, mask=column < rank, other=0.0)
         _khatri_rao_gradient(
-            d_left, a, k1, scales, d_a, sums1, block, outputs, rank, width, n1, 1, n1, padded1, rows, columns
-        )
+            d_sides[0], a, k1, scales, d_terms[2], sums[0], column, block, outputs, rank, width, n1, 1,
+            n1, padded1, rows,
+        )  # fmt: skip
     else:
         ones = tl.full([columns], 1.0, tl.float32)
         _khatri_rao_gradient(
-            d_right, b, k2, ones, d_b, sums2, block - blocks, inputs, rank, width, 1, inputs, n2, padded2, rows, columns
-        )
+            d_sides[1], b, k2, ones, d_terms[3], sums[1], column, block - blocks, inputs, rank, width, 1, inputs,
+            n2, padded2, rows,
+        )  # fmt: skip
+
+
+@triton.jit
+def _gradients(  # type: ignore[no-untyped-def]
+    terms, d_sides, d_terms, sums, sizes, shapes: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr
+):
+    program = tl.program_id(0)
+    for i in tl.static_range(len(shapes)):
+        across = tl.cdiv(sizes[i][2], columns)
+        programs = across * (tl.cdiv(sizes[i][0], rows) + tl.cdiv(sizes[i][1], rows))
+        if (program >= 0) & (program < programs):
+            _gradients_of_layer(
+                terms[i], d_sides[i], d_terms[i], sums[i], sizes[i], program, across,
+                shapes[i][0], shapes[i][1], shapes[i][2], shapes[i][3], rows, columns,
+            )  # fmt: skip
+        program -= programs
 
 
 @triton.jit
 def _less_radial_part(  # type: ignore[no-untyped-def]
-    big, small, scales, d_big, d_small, sums, block, size, rank,
-    count: tl.constexpr, padded: tl.constexpr, blocks: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    big, small, scales, d_big, d_small, sums, column, block, size, rank,
+    count: tl.constexpr, padded: tl.constexpr, blocks: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
-    column = tl.program_id(0) * columns + tl.arange(0, columns)
     there = column < rank
     part = tl.arange(0, padded)
     piece = tl.arange(0, blocks)
@@ -206,28 +245,48 @@ def _less_radial_part(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _project(  # type: ignore[no-untyped-def]
-    sigma, lambdas, a, b, k1, k2, d_lambdas, by_scale, d_a, d_b, d_k1, d_k2, sums1, sums2, outputs, inputs, rank,
+def _project_layer(  # type: ignore[no-untyped-def]
+    terms, d_terms, by_scale, sums, sizes, program, across,
     n1: tl.constexpr, n2: tl.constexpr, padded1: tl.constexpr, padded2: tl.constexpr,
     blocks1: tl.constexpr, blocks2: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
-    column = tl.program_id(0) * columns + tl.arange(0, columns)
-    block = tl.program_id(1)
+    sigma, lambdas, a, b, k1, k2 = terms
+    outputs, inputs, rank, _ = sizes
+    column = program % across * columns + tl.arange(0, columns)
+    block = program // across
     blocks = tl.cdiv(outputs, rows)
     if block < blocks:
         scale = tl.load(sigma)
         scales = scale * tl.load(lambdas + column, mask=column < rank, other=0.0)
         found = _less_radial_part(
-            a, k1, scales, d_a, d_k1, sums1, block, outputs, rank, n1, padded1, blocks1, rows, columns
-        )
+            a, k1, scales, d_terms[2], d_terms[4], sums[0], column, block, outputs, rank,
+            n1, padded1, blocks1, rows,
+        )  # fmt: skip
         if block == 0:
             tl.store(by_scale + column, found, mask=column < rank)
-            tl.store(d_lambdas + column, found * scale, mask=column < rank)
+            tl.store(d_terms[1] + column, found * scale, mask=column < rank)
     else:
         ones = tl.full([columns], 1.0, tl.float32)
         _less_radial_part(
-            b, k2, ones, d_b, d_k2, sums2, block - blocks, inputs, rank, n2, padded2, blocks2, rows, columns
-        )
+            b, k2, ones, d_terms[3], d_terms[5], sums[1], column, block - blocks, inputs, rank,
+            n2, padded2, blocks2, rows,
+        )  # fmt: skip
+
+
+@triton.jit
+def _project(  # type: ignore[no-untyped-def]
+    terms, d_terms, by_scale, sums, sizes, shapes: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr
+):
+    program = tl.program_id(0)
+    for i in tl.static_range(len(shapes)):
+        across = tl.cdiv(sizes[i][2], columns)
+        programs = across * (tl.cdiv(sizes[i][0], rows) + tl.cdiv(sizes[i][1], rows))
+        if (program >= 0) & (program < programs):
+            _project_layer(
+                terms[i], d_terms[i], by_scale[i], sums[i], sizes[i], program, across, shapes[i][0], shapes[i][1],
+                shapes[i][2], shapes[i][3], shapes[i][4], shapes[i][5], rows, columns,
+            )  # fmt: skip
+        program -= programs
 
 
 @triton.jit
@@ -239,52 +298,81 @@ def _dot(x, y, out, size, block: tl.constexpr):  # type: ignore[no-untyped-def]
     tl.store(out, tl.sum(total, axis=0))
 
 
-class RebuiltConv2d(torch.autograd.Function):
-    """W (O, I, k1, k2) from sigma, lambdas and factors with unit columns; W and what makes it are of type ``dtype``.
+@triton.jit
+def _dots(terms, d_terms, by_scale, sizes, count: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    for i in tl.static_range(count):
+        if tl.program_id(0) == i:
+            _dot(by_scale[i], terms[i][1], d_terms[i][0], sizes[i][2], block)
 
-    The same as ``dense_from_terms`` after ``UnitTerms``, in two kernels forward and five backward.
+
+def _of_layers(terms: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ...]:
+    return tuple(tuple(terms[at : at + TERMS]) for at in range(0, len(terms), TERMS))
+
+
+def _sizes(layers: Sequence[tuple[Tensor, ...]]) -> tuple[tuple[int, int, int, int], ...]:
+    """(O, I, R, R rounded up) of every layer: tensor cores and cache lines both want round numbers."""
+    return tuple(
+        (len(a), len(b), len(lambdas), triton.cdiv(len(lambdas), 64) * 64) for _, lambdas, a, b, _, _ in layers
+    )
+
+
+class RebuiltConv2d(torch.autograd.Function):
+    """W (O, I, k1, k2) of several layers from their terms, with unit columns; each W is of type ``dtype``.
+
+    The same as ``dense_from_terms`` after ``UnitTerms``, in one kernel forward and three backward for all layers
+    together, besides a matrix product and two for each.
     """
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, sigma: Tensor, lambdas: Tensor, *factors: Tensor) -> Tensor:
-        """(), (R,), (O, R), (I, R), (k1, R), (k2, R) -> (O, I, k1, k2), channels last."""
-        a, b, k1, k2 = factors
-        outputs, inputs, n1, n2, rank = len(a), len(b), len(k1), len(k2), len(lambdas)
-        width = triton.cdiv(rank, 64) * 64  # tensor cores and cache lines both want round numbers
-        left = a.new_empty(outputs * n1, width, dtype=dtype)
-        right = a.new_empty(n2 * inputs, width, dtype=dtype)
+    def forward(ctx: Any, dtype: torch.dtype, *terms: Tensor) -> tuple[Tensor, ...]:
+        """(), (R,), (O, R), (I, R), (k1, R), (k2, R) -> (O, I, k1, k2), channels last; and so on for every layer."""
+        layers = _of_layers(terms)
+        sizes = _sizes(layers)
+        shapes = tuple((len(k1), len(k2)) for *_, k1, k2 in layers)
+        lefts, rights = [], []
+        for (sigma, *_), (outputs, inputs, _, width), (n1, n2) in zip(layers, sizes, shapes, strict=True):
+            lefts.append(sigma.new_empty(outputs * n1, width, dtype=dtype))
+            rights.append(sigma.new_empty(n2 * inputs, width, dtype=dtype))
         rows, columns, warps = PRODUCTS
-        grid = (triton.cdiv(width, columns), triton.cdiv(outputs, rows) + triton.cdiv(inputs, rows))
-        _products[grid](
-            sigma, lambdas, a, b, k1, k2, left, right, outputs, inputs, rank, width, n1, n2, rows, columns,
-            num_warps=warps,
-        )  # fmt: skip
-        ctx.save_for_backward(sigma, lambdas, *factors, left, right)
-        return (left @ right.mT).reshape(outputs, n1, n2, inputs).permute(0, 3, 1, 2)
+        programs = sum(
+            triton.cdiv(width, columns) * (triton.cdiv(outputs, rows) + triton.cdiv(inputs, rows))
+            for outputs, inputs, _, width in sizes
+        )
+        _products[programs,](layers, tuple(lefts), tuple(rights), sizes, shapes, rows, columns, num_warps=warps)
+        ctx.save_for_backward(*terms, *lefts, *rights)
+        return tuple(
+            (left @ right.mT).reshape(outputs, n1, n2, inputs).permute(0, 3, 1, 2)
+            for left, right, (outputs, inputs, *_), (n1, n2) in zip(lefts, rights, sizes, shapes, strict=True)
+        )
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Of a/|a|: without its radial part."""
-        sigma, lambdas, a, b, k1, k2, left, right = ctx.saved_tensors
-        outputs, inputs, n1, n2, rank, width = len(a), len(b), len(k1), len(k2), len(lambdas), left.shape[1]
-        matrix = gradient.permute(0, 2, 3, 1).reshape(outputs * n1, n2 * inputs)
-        d_left, d_right = matrix @ right, matrix.mT @ left
-        d_sigma, d_lambdas, d_a, d_b, d_k1, d_k2 = (torch.empty_like(p) for p in (sigma, lambdas, a, b, k1, k2))
-        # Rows are cut into blocks, so that a whole GPU has work; each leaves its part of the sums over the rows.
+        count = len(gradients)
+        terms, sides = ctx.saved_tensors[: -2 * count], ctx.saved_tensors[-2 * count :]
+        layers = _of_layers(terms)
+        sizes = _sizes(layers)
         rows, columns, warps = GRADIENTS
-        rows = min(rows, max(1, 4 * rows // triton.next_power_of_2(max(n1, n2))))  # a block is held with all its parts
-        blocks = triton.cdiv(outputs, rows), triton.cdiv(inputs, rows)
-        by_scale = torch.empty_like(lambdas)
-        sums1, sums2 = (lambdas.new_empty(count * n, rank) for count, n in zip(blocks, (n1, n2), strict=True))
-        padded = [triton.next_power_of_2(number) for number in (n1, n2, *blocks)]
-        grid = (triton.cdiv(rank, columns), sum(blocks))
-        _gradients[grid](
-            sigma, lambdas, a, b, k1, k2, d_left, d_right, d_a, d_b, sums1, sums2, outputs, inputs, rank, width,
-            n1, n2, *padded[:2], rows, columns, num_warps=warps,
-        )  # fmt: skip
-        _project[grid](
-            sigma, lambdas, a, b, k1, k2, d_lambdas, by_scale, d_a, d_b, d_k1, d_k2, sums1, sums2, outputs, inputs,
-            rank, n1, n2, *padded, rows, columns, num_warps=warps,
-        )  # fmt: skip
-        _dot[1,](by_scale, lambdas, d_sigma, rank, 1024)
-        return None, d_sigma, d_lambdas, d_a, d_b, d_k1, d_k2
+        longest = max(len(k) for *_, k1, k2 in layers for k in (k1, k2))
+        rows = min(rows, max(1, 4 * rows // triton.next_power_of_2(longest)))  # a block is held with all its parts
+        d_sides, sums, shapes = [], [], []
+        programs = 0
+        for (*_, k1, k2), size, left, right, gradient in zip(
+            layers, sizes, sides[:count], sides[count:], gradients, strict=True
+        ):
+            outputs, inputs, rank, _ = size
+            n1, n2 = len(k1), len(k2)
+            matrix = gradient.permute(0, 2, 3, 1).reshape(outputs * n1, n2 * inputs)
+            d_sides.append((matrix @ right, matrix.mT @ left))
+            # Rows are cut into blocks, so that a whole GPU has work; each leaves its part of the sums over the rows.
+            blocks = triton.cdiv(outputs, rows), triton.cdiv(inputs, rows)
+            sums.append((k1.new_empty(blocks[0] * n1, rank), k2.new_empty(blocks[1] * n2, rank)))
+            shapes.append((n1, n2, *(triton.next_power_of_2(number) for number in (n1, n2, *blocks))))
+            programs += triton.cdiv(rank, columns) * sum(blocks)
+        d_terms = _of_layers([torch.empty_like(term) for term in terms])
+        by_scale = tuple(torch.empty_like(lambdas) for _, lambdas, *_ in layers)
+        about = (tuple(sums), sizes, tuple(shapes), rows, columns)
+        _gradients[programs,](layers, tuple(d_sides), d_terms, *about, num_warps=warps)
+        _project[programs,](layers, d_terms, by_scale, *about, num_warps=warps)
+        _dots[count,](layers, d_terms, by_scale, sizes, count, 1024)
+        return None, *(d for of_layer in d_terms for d in of_layer)

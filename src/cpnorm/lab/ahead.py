@@ -32,18 +32,18 @@ def compiled_rebuild() -> Rebuild:
     return torch.compile(rebuilt_weight, dynamic=False)
 
 
-def kernel_rebuild(layer: CPLayer, precision: str) -> Tensor:
-    """The same by hand-written kernels, for a 2-d convolution with unit columns on a GPU."""
+def kernel_rebuild(layers: Sequence[CPLayer], precision: str) -> tuple[Tensor, ...]:
+    """The same for many by hand-written kernels: 2-d convolutions with unit columns on a GPU."""
     from cpnorm.kernels import RebuiltConv2d
 
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    return RebuiltConv2d.apply(dtype, layer.sigma, layer.lambdas, *layer.factors)
+    terms = [term for layer in layers for term in (layer.sigma, layer.lambdas, *layer.factors)]
+    return RebuiltConv2d.apply(dtype, *terms)
 
 
 def has_kernel(layer: CPLayer) -> bool:
     """Whether ``kernel_rebuild`` can do this layer here."""
-    fits = isinstance(layer, cpnorm.CPConv2d) and layer.columns_are_unit and find_spec("triton") is not None
-    if not fits or layer.modes[1] % 8:  # matrix products over 3 channels would miss the tensor cores
+    if not (isinstance(layer, cpnorm.CPConv2d) and layer.columns_are_unit) or find_spec("triton") is None:
         return False
     return all(p.is_cuda and p.dtype == torch.float32 for p in layer.canonical_parameters())
 
@@ -78,22 +78,22 @@ class WeightsAhead:
     """``rebuild()`` before the forward pass and ``backward()`` after the loss's own, instead of forward's doing it."""
 
     def __init__(self, layers: Sequence[CPLayer], precision: str, rebuild: Rebuild) -> None:
-        self.layers, self.precision = layers, precision
-        self.functions = [kernel_rebuild if has_kernel(layer) else rebuild for layer in layers]
+        self.together = [layer for layer in layers if has_kernel(layer)]
+        self.others = [layer for layer in layers if not has_kernel(layer)]
+        self.layers, self.precision, self.rebuild_one = [*self.together, *self.others], precision, rebuild
         self.weights: list[Tensor] = []
 
     def rebuild(self) -> None:
         """Hold every layer's W ready."""
-        for layer, function in zip(self.layers, self.functions, strict=True):
-            weight = function(layer, self.precision)
-            self.weights.append(weight)
+        if self.together:
+            self.weights += kernel_rebuild(self.together, self.precision)
+        self.weights += [self.rebuild_one(layer, self.precision) for layer in self.others]
+        for layer, weight in zip(self.layers, self.weights, strict=True):
             layer.ahead = weight.detach().requires_grad_()
 
     def backward(self) -> None:
         """From the gradients of the weights to those of their terms."""
-        for layer, weight in zip(self.layers, self.weights, strict=True):
-            assert layer.ahead is not None
-            weight.backward(layer.ahead.grad)
+        torch.autograd.backward(self.weights, [layer.ahead.grad for layer in self.layers if layer.ahead is not None])
         self.release()
 
     def release(self) -> None:
