@@ -191,7 +191,8 @@ def needs_power_method(records: Records) -> Claim:
     if not counts.total:
         answer, explanation = NOT_MEASURED, ""
     else:
-        answer = "No." if not counts.above else "Yes." if counts.above == counts.total else "Not always."
+        without = "No." if counts.below else "Not shown."
+        answer = without if not counts.above else "Yes." if counts.above == counts.total else "Not always."
         explanation = (
             f"Of {counts.total} comparisons, starting from the power method is significantly better than a random "
             f"start in {counts.above}, worse in {counts.below}; in {counts.neither} the test shows no difference. "
