@@ -156,9 +156,9 @@ class TestClaims:
 
     def test_the_power_method_is_needed_only_where_it_is_better(self, tmp_path):
         adam = [lines(f"init-adam/{key}", 89.6) for key in ("decomposition", "kaiming-normal", "kaiming-uniform")]
-        assert self.answers(records_of(tmp_path / "equal", *adam))["power"].answer == "Not shown."
+        assert self.answers(records_of(tmp_path, *adam))["power"].answer == "Not shown."
         better = [lines("init-adam/decomposition", 88.0), *adam[1:]]
-        assert self.answers(records_of(tmp_path / "worse", *better))["power"].answer == "No."
+        assert self.answers(records_of(tmp_path, *better))["power"].answer == "No."
         sgd = [lines("cifar10/cp-sgd", 88.9), lines("init-sgd/kaiming-normal", 87.7)]
         claim = self.answers(records_of(tmp_path, *adam, *sgd))["power"]
         assert claim.answer == "Not always."
