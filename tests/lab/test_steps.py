@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from cpnorm.lab import steps
+from cpnorm.lab.ahead import WeightsAhead, rebuilt_weight
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet
 from cpnorm.lab.readings import means
@@ -202,3 +203,35 @@ def test_ways_to_take_a_step_without_a_gpu(
         assert run.step.sums[2] == 64
     assert counter.frame_count == 1
     assert not [record for record in caplog.records if record.name.startswith("cpnorm")]
+
+
+def test_compiled_tests_without_a_gpu(
+    images: ImageSet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same numbers as eager ones, one compilation for all ranks, and a compiler that fails costs nothing."""
+    counter = CompileCounter()
+    compiled = torch.compile(batch_loss, backend=counter, dynamic=False)
+    monkeypatch.setattr(steps, "compiled_loss", lambda: compiled)
+    monkeypatch.setattr(steps, "TEST_BATCH", 24)
+    several = images.train_images[:60], images.train_labels[:60]
+    for rank in (16, 9):
+        step = Trainer(LOW_RANK.replace(rank=rank), images, Options(device="cpu")).step
+        step.test_ahead = WeightsAhead(step.layers, "fp32", rebuilt_weight)
+        expected = step.tested(*several)
+        assert expected[2] == 60
+        torch.testing.assert_close(step.tested_fast(*several), expected, rtol=0, atol=0)
+        assert counter.frame_count == (0 if rank == 16 else 1)
+        step.test_compiled = True
+        torch.testing.assert_close(step.tested_fast(*several), expected, rtol=1e-5, atol=0)
+        assert all(layer.ahead is None for layer in step.layers)
+        assert step.model.training
+    assert counter.frame_count == 1
+
+    def fails() -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(steps, "compiled_loss", fails)
+    with caplog.at_level("WARNING", logger="cpnorm.lab"):
+        torch.testing.assert_close(step.tested_fast(*several), expected, rtol=0, atol=0)
+    assert "tests not compiled: no compiler" in caplog.text
+    assert not step.test_compiled

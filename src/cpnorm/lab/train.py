@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
-from torch.nn import functional as F
+from torch import Tensor, nn
 
 import cpnorm
 from cpnorm.lab.config import Config
@@ -139,9 +138,9 @@ class Trainer:
 
     def measure(self) -> Readings:
         """What an epoch's line tells, asked of the device without waiting for it."""
-        sums = [self.step.totals(), self.tested(self.data.test_images, self.data.test_labels)]
+        sums = [self.step.totals(), self.step.tested_fast(self.data.test_images, self.data.test_labels)]
         if self.held_out:
-            sums.append(self.tested(*self.held_out))
+            sums.append(self.step.tested_fast(*self.held_out))
         return Readings([*sums, *layer_readings(self.model)])
 
     def finish_epoch(self, started: float, readings: Readings) -> None:
@@ -178,29 +177,7 @@ class Trainer:
 
     def evaluate(self, images: Tensor, labels: Tensor) -> tuple[float, float]:
         """Mean loss and accuracy in percent."""
-        return means(self.tested(images, labels).tolist())
-
-    @torch.no_grad()
-    def tested(self, images: Tensor, labels: Tensor, batch_size: int = 5000) -> Tensor:  # (3,)
-        """Loss, right answers and images, summed on the device and over the processes of a run."""
-        images, labels = images[self.rank :: self.world], labels[self.rank :: self.world]
-        totals = torch.zeros(3, device=self.device, dtype=torch.float64)
-        self.model.eval()
-        with self.autocast():
-            for start in range(0, len(labels), batch_size):
-                x = self.prepare(images[start : start + batch_size])
-                y = labels[start : start + batch_size]
-                logits = self.model(x).float()
-                loss = F.cross_entropy(logits, y, reduction="sum")
-                totals += torch.stack([loss, (logits.argmax(1) == y).sum(), torch.full_like(loss, len(y))])
-        self.model.train()
-        if self.world > 1:
-            distributed.all_reduce(totals)
-        return totals
-
-    def autocast(self) -> torch.autocast:
-        """bf16 where the config says so."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+        return means(self.step.tested(images, labels).tolist())
 
     def prepare(self, images: Tensor) -> Tensor:  # (N, C, H, W) uint8 -> float
         """Normalised, in the layout the device likes."""
