@@ -138,6 +138,22 @@ def test_stopped_anywhere_and_resumed_gives_the_same_curve(tmp_path: Path, digit
         assert not (folder / "checkpoint.pt").exists()
 
 
+def test_going_on_decomposes_nothing(tmp_path: Path, digits: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TINY.replace(norm="cp", init="power", lambdas="decomposition", rank=3, epochs=1)
+    whole = fit(config, data=digits)
+    folder = RunFolder(tmp_path / "run")
+    with folder.claimed(config):
+        trainer = Trainer(config, digits)
+        next(trainer.run())
+        folder.save_checkpoint(trainer.state())
+    monkeypatch.setattr(cpnorm.layers, "cp_power", None)
+    resumed = fit(config, data=digits, out=folder.path)
+    assert curve(resumed) == curve(whole)
+    assert all(map(torch.equal, resumed.model.state_dict().values(), whole.model.state_dict().values()))
+    with pytest.raises(TypeError):
+        fit(config, data=digits)  # which does
+
+
 def test_runs_that_take_turns_do_not_disturb_each_other(digits: ImageSet) -> None:
     configs = [TINY.replace(seed=seed, epochs=2) for seed in (0, 1)]
     together = [Trainer(config, digits) for config in configs]

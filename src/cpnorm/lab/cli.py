@@ -150,7 +150,8 @@ def train(
         from cpnorm.lab.train import Options, Trainer
 
         options = Options(device, compile, checkpoint_every, data_dir)
-        return Trainer(config, load(config.data, data_dir), options, progress=watch.preparing)
+        data, resumes = load(config.data, data_dir), folder.has_checkpoint()
+        return Trainer(config, data, options, progress=watch.preparing, resumes=resumes)
 
     log_to = said_yes(tensorboard=tensorboard, wandb=wandb, mlflow=mlflow)
     return carry_out(out, config, start, time_limit=time_limit, log_to=log_to, as_json=as_json)

@@ -266,7 +266,7 @@ def run_group(
                 trainer: Trainer = start(source, folder, cut, job.config, data, options)
             else:
                 stack.enter_context(folder.claimed(job.config))
-                trainer = Trainer(job.config, data, options)
+                trainer = Trainer(job.config, data, options, resumes=folder.has_checkpoint())
             data = trainer.whole_data  # on the device, once for all
             runs.append((trainer, folder))
         jobs = {id(trainer): (job, folder) for job, (trainer, folder) in zip(mine, runs, strict=True)}

@@ -90,10 +90,14 @@ class RunFolder:
         torch.save(state, buffer)
         write_atomically(self / "checkpoint.pt", buffer.getvalue())
 
+    def has_checkpoint(self) -> bool:
+        """Whether there is a state to go on from."""
+        return (self / "checkpoint.pt").exists()
+
     def load_checkpoint(self, device: torch.device) -> dict[str, Any] | None:
         """The last state saved, or None; runs no code from the file."""
         path = self / "checkpoint.pt"
-        if not path.exists():
+        if not self.has_checkpoint():
             return None
         try:
             _refuse_packed(path)

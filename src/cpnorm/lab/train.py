@@ -51,6 +51,7 @@ class Trainer:
         *,
         model: nn.Module | None = None,
         progress: Any = None,
+        resumes: bool = False,  # what the network is made of comes from a checkpoint
     ) -> None:
         self.config, self.options = config, options or Options()
         self.rank, self.world = process()
@@ -66,7 +67,10 @@ class Trainer:
         torch.set_float32_matmul_precision("highest" if self.precision == "fp32" else "high")
         torch.backends.cudnn.allow_tf32 = self.precision != "fp32"
         torch.backends.cudnn.benchmark = self.options.compile  # the same few shapes come thousands of times
-        self.model = model.to(self.device) if model is not None else build_model(config, data, self.device, progress)
+        if model is None:
+            cheap = {"init": "kaiming_normal", "lambdas": "ones"} if resumes and config.norm == "cp" else {}
+            model = build_model(config.replace(**cheap), data, self.device, progress)
+        self.model = model.to(self.device)
         if self.device.type == "cuda":  # as the images are: gradients come that way, and need no copy
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.weights = sum(p.numel() for p in self.model.parameters())
@@ -292,7 +296,8 @@ def fit(
             stack.enter_context(folder.claimed(config))
             if folder.record() is not None:
                 raise RunError(f"{folder.path} holds a finished run")
-        trainer = Trainer(config, data, options, model=model, progress=progress)
+        resumes = folder is not None and folder.has_checkpoint()
+        trainer = Trainer(config, data, options, model=model, progress=progress, resumes=resumes)
         drive([(trainer, folder)], observers=observers, stop=stop)
     return trainer
 
