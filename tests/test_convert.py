@@ -189,3 +189,67 @@ def test_renormalize_after_needs_something_to_do() -> None:
     model = network()
     with pytest.raises(ValueError, match="no canonical layer"):
         cpnorm.renormalize_after(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+class Standardised(nn.Conv2d):
+    """With a convolution of its own."""
+
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, weight - weight.mean((1, 2, 3), keepdim=True), bias)
+
+
+class Named(nn.Linear):
+    """Computes as a linear layer does."""
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def test_a_layer_that_computes_in_its_own_way_is_left_alone():
+    model = nn.Sequential(Standardised(4, 8, 3), nn.Conv2d(8, 2, 1))
+    x = torch.randn(2, 4, 8, 8)
+    expected = model(x)
+    assert list(cpnorm.canonical_layers(cpnorm.canonical_norm(model))) == ["1"]
+    close(model(x), expected, 1e-5)
+
+
+def test_fold_brings_the_class_back():
+    layer = cpnorm.canonical_norm(Named(4, 4))
+    assert isinstance(layer, cpnorm.CPLinear)
+    layer = copy.deepcopy(layer)
+    assert type(cpnorm.fold(layer)) is Named
+    assert "plain" not in vars(layer)
+
+
+def test_a_parametrized_bias_is_in_the_way():
+    layer = nn.Linear(4, 3)
+    nn.utils.parametrize.register_parametrization(layer, "bias", Twice())
+    with pytest.raises(ValueError, match="parametrization"):
+        cpnorm.canonical_norm(layer)
+
+
+def tied() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    model[2].weight = model[0].weight
+    return model
+
+
+def test_tensors_assigned_from_a_state_dict_untie_as_in_torch():
+    model = cpnorm.canonical_norm(tied())
+    assert model[0].lambdas is model[2].lambdas
+    assert list(model[0].factors) == list(model[2].factors)
+    model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()}, assign=True)
+    model[2].lambdas.data = model[2].lambdas.data.flip(0)
+    expected = model[0].cp.largest(4).to_dense().detach()
+    cpnorm.truncate(model, ranks=4)
+    close(model[0].weight, expected, 1e-6)
+
+
+def test_what_is_said_of_one_tied_layer_is_said_of_both():
+    model = cpnorm.canonical_norm(tied(), rank={"2": 3}, modes={"2": (8, 2, 4)})
+    assert model[0].rank == model[2].rank == 3
+    assert model[0].modes == (8, 2, 4)
+    with pytest.raises(ValueError, match="0 and 2 share a weight, but rank says 2 and 5"):
+        cpnorm.canonical_norm(tied(), rank={"0": 2, "2": 5})

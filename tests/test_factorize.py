@@ -510,3 +510,48 @@ def test_idle_dropout_is_left_out(training: bool) -> None:
     assert type(model[1]) is nn.Dropout
     x = torch.randn(3, 16)
     torch.testing.assert_close(small.eval()(x), model.eval()(x))
+
+
+def test_a_layer_with_hooks_stays_whole() -> None:
+    for register in ("register_forward_hook", "register_forward_pre_hook"):
+        model = canonical_norm(nn.Sequential(nn.Linear(512, 512), nn.ReLU()), rank=4)
+        getattr(model[0], register)(lambda module, args, out=None: args[0] * 2 if out is None else out * 2)
+        x = torch.randn(64, 512)
+        assert choose_forms(model, x, measure=False).layers["0"].form == "dense"
+        close(factorize(model, x, measure=False)(x), model(x), 1e-5)
+
+
+def test_hooks_hear_what_they_heard() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(), nn.Flatten(), nn.Linear(36, 2))
+    model = canonical_norm(model).eval()
+    heard: list[Tensor] = []
+    for place in (0, 1, 3):
+        model[place].register_forward_hook(lambda module, args, out: heard.append(out))
+    x = torch.randn(2, 3, 8, 8)
+    model(x)
+    expected, _ = [out.clone() for out in heard], heard.clear()
+    small = factorize(model, x, measure=False)
+    heard.clear()
+    small(x)
+    assert len(heard) == 3
+    for out, wanted in zip(heard, expected, strict=True):
+        close(out, wanted, 1e-5)
+
+
+def test_a_bias_stays_frozen_and_shared() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    model[2].bias = model[0].bias
+    model[0].bias.requires_grad_(False)
+    small = factorize(canonical_norm(model, rank=2), torch.randn(1, 64), goal="weights", measure=False)
+    biases = {id(p): p for name, p in small.named_parameters() if name.endswith("bias")}
+    assert len(biases) == 1
+    assert not any(p.requires_grad for p in biases.values())
+    assert all(p.requires_grad for name, p in small.named_parameters() if name.endswith("weight"))
+
+
+def test_padding_of_the_output_where_the_kernel_is_one_wide() -> None:
+    layer, x = nn.ConvTranspose2d(4, 6, (3, 1), dilation=2, output_padding=1), torch.randn(2, 4, 6, 6)
+    expected = layer(x)
+    canonical_norm(layer)
+    for form in forms_of(layer):
+        close(factorize(layer, x, forms={"": form}, measure=False)(x), expected, 1e-5)

@@ -131,3 +131,12 @@ def test_pressure_makes_truncation_cheaper() -> None:
             optimizer.step()
         kept[pressure] = cpnorm.truncate(model, rate=0.5, dry_run=True).energy
     assert kept[5.0] > kept[0.0] + 0.02
+
+
+def test_a_share_of_the_energy_is_reached_in_steps() -> None:
+    torch.manual_seed(0)
+    model = cpnorm.canonical_norm(nn.Linear(32, 32))
+    at_once = cpnorm.truncate(copy.deepcopy(model), energy=0.8).layers[0].rank_after
+    gradual = GradualTruncation(model, None, steps=2, energy=0.8)
+    ranks = [report.layers[0].rank_after for _ in range(2) if (report := gradual.step())]
+    assert 32 > ranks[0] > ranks[1] == at_once

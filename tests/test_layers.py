@@ -189,3 +189,32 @@ def test_the_paths_are_what_they_say() -> None:
         with Watch():
             layer(torch.randn(3, 60))
         assert ((50, 60) in shapes) is built
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(4, 4), nn.Conv2d(4, 6, 3), nn.ConvTranspose2d(4, 6, 3)], ids=lambda layer: type(layer).__name__
+)
+def test_called_by_the_names_of_torch(layer: nn.Module) -> None:
+    x = torch.randn(2, 4) if isinstance(layer, nn.Linear) else torch.randn(2, 4, 5, 5)
+    expected = layer(input=x)
+    close(cpnorm.canonical_norm(layer)(input=x), expected, 1e-5)
+
+
+def test_traced_it_computes_the_same() -> None:
+    layer, x = cpnorm.canonical_norm(nn.Conv2d(3, 8, 3)), torch.randn(1, 3, 8, 8)
+    with pytest.warns():  # that tracing is deprecated, and that the planner looks at shapes
+        traced = torch.jit.trace(layer, x)
+    close(traced(x), layer(x), 1e-6)
+
+
+def test_in_inference_mode_nothing_is_frozen() -> None:
+    layer = cpnorm.canonical_norm(nn.Linear(8, 8))
+    optimizer = torch.optim.Adam(layer.parameters())
+    with torch.inference_mode():
+        cpnorm.truncate(layer, ranks=4, optimizer=optimizer)
+    layer(torch.randn(4, 8)).square().sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+    with torch.inference_mode():
+        cpnorm.fold(layer)
+    layer(torch.randn(4, 8)).square().sum().backward()
+    assert layer.weight.grad is not None

@@ -129,3 +129,22 @@ def test_shared_terms_are_replaced_everywhere_and_put_back() -> None:
     swap |= {first.lambdas: torch.ones(3), first.sigma: torch.tensor(1.0)}
     close(observe.run(model, x, swap), x * torch.tensor([1.0, 1.0, 1.0, 0.0]), 1e-6)
     assert torch.equal(model(x), expected)
+
+
+class Named(nn.Module):
+    """Takes its input by a name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, *, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return self.layer(x * scale)
+
+
+def test_a_dict_holds_arguments_by_name() -> None:
+    model, inputs = cpnorm.canonical_norm(Named()), {"x": torch.randn(2, 4), "scale": 2.0}
+    close(observe.run(model, inputs), model(**inputs), 0)
+    assert cpnorm.summary(model, inputs).layers[0].flops > 0
+    targets = torch.zeros(2, dtype=torch.long)
+    cpnorm.truncate(model, ranks=2, criterion="taylor", data=[(inputs, targets)], loss_function=F.cross_entropy)

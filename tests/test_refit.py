@@ -138,3 +138,13 @@ def test_outputs_make_up_for_the_layers_before() -> None:
     before, after = distance_and_gradient(forms), distance_and_gradient(refitted)
     assert after[0] < before[0]
     assert after[1] < 1e-3 * before[1]
+
+
+def test_a_bias_that_another_layer_shares_stays() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    model[2].bias = model[0].bias
+    cpnorm.canonical_norm(model)
+    bias, x = model[0].bias.detach().clone(), torch.randn(256, 16) + 1
+    cpnorm.truncate(model, ranks={"0": 3}, refit="outputs", data=[(x, x)])
+    assert torch.equal(model[0].bias, bias)
+    assert model[2].bias is model[0].bias

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cpnorm.convert import canonical_layers
 from cpnorm.layers import CPLayer
+from cpnorm.observe import has_hooks
 
 Inputs = Tensor | tuple[Any, ...] | dict[str, Any]
 Shape = tuple[int, ...]
@@ -50,6 +51,7 @@ def calls_of(model: nn.Module, dense: nn.Module, example_input: Inputs) -> dict[
     def watch(name: str, layer: CPLayer) -> None:
         leader = first[id(layer.lambdas)]
         tie = "" if layer.extra_repr() == layers[leader].extra_repr() else "tied to a layer with other settings"
+        tie = "it has hooks" if has_hooks(layer) else tie
 
         def note(*args: Any, **kwargs: Any) -> None:
             (x,), more = args[:1] or (torch.empty(0),), len(args) > 1 or bool(kwargs)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cpnorm.arguments import expect, expect_model
 from cpnorm.contract import weight_shape
-from cpnorm.convert import fold
+from cpnorm.convert import fold, is_plainly
 from cpnorm.fileformat import Content, Shape, StoredLayer, join, opened, read_content, write
 from cpnorm.layers import CANONICAL_TYPES, CPLayer
 from cpnorm.tensor import CPTensor
@@ -153,7 +153,7 @@ def _untied(content: Content, one: str, other: str) -> ValueError:
 def _kind(layer: nn.Module) -> type[CPLayer] | None:
     """The canonical class of a layer, or the one it could have; None for what has no canonical form."""
     for kind in CANONICAL_TYPES:
-        if type(layer) is kind or (isinstance(layer, kind.plain) and type(layer).forward is kind.plain.forward):
+        if type(layer) is kind or is_plainly(layer, kind.plain):
             return kind if isinstance(layer, CPLayer) or "weight" in layer._parameters else None
     return None
 
@@ -195,4 +195,4 @@ def _take_form(content: Content, tensors: Mapping[str, Tensor], model: nn.Module
             canonical.hold(cp)
         canonical.path, canonical.columns_are_unit = found.path, False
         twin = cast(CPLayer, leader)
-        canonical.sigma, canonical.lambdas, canonical.factors = twin.sigma, twin.lambdas, twin.factors
+        canonical.share_terms(twin)

@@ -20,6 +20,7 @@ from cpnorm.tensor import CPTensor, inverse_norms
 
 Module = TypeVar("Module", bound=nn.Module)
 Rank = int | float | str
+Value = TypeVar("Value")
 Skip = str | type | Iterable[str | type]
 
 
@@ -39,7 +40,7 @@ def canonical_norm(
     W = sigma * sum_r lambda_r * a_r/|a_r| o b_r/|b_r| o ...   (the paper's equation 5)
 
     The layers change in place (their class becomes CPLinear, CPConv2d, ...), so hooks and references stay, and the
-    model is returned. Subclasses with a forward of their own are left alone. All layers are converted, or none.
+    model is returned. Subclasses that compute in a way of their own are left alone. All layers are converted, or none.
 
     Args:
         model: a layer or a model.
@@ -68,6 +69,8 @@ def canonical_norm(
     if not layers:
         raise ValueError(f"{type(model).__name__} has no linear or convolutional layer to convert")
 
+    rank = _told_to_twins("rank", rank, layers) if isinstance(rank, Mapping) else rank
+    modes = _told_to_twins("modes", modes or {}, layers)
     forms: dict[int, CPTensor] = {}  # by the id of the weight: tied layers share one
     for done, (name, layer) in enumerate(layers.items()):
         if progress:
@@ -75,7 +78,7 @@ def canonical_norm(
         weight = cast(Tensor, layer.weight)
         if id(weight) in forms:
             continue
-        shape = modes_of(name, layer, modes or {})
+        shape = modes_of(name, layer, modes)
         terms = _resolve_rank(rank, name, layer, shape, whole_model=layer is not model)
         try:
             forms[id(weight)] = initial_form(weight.detach().reshape(shape), terms, init, lambdas, generator)
@@ -89,7 +92,7 @@ def canonical_norm(
         key = id(layer.weight)
         canonical = _become_canonical(layer, forms[key])
         twin = first.setdefault(key, canonical)
-        canonical.sigma, canonical.lambdas, canonical.factors = twin.sigma, twin.lambdas, twin.factors
+        canonical.share_terms(twin)
     return model
 
 
@@ -149,6 +152,7 @@ def renormalize_after(optimizer: torch.optim.Optimizer, model: nn.Module) -> Rem
     return optimizer.register_step_post_hook(hook)
 
 
+@torch.inference_mode(False)
 def fold(model: Module) -> Module:
     """Turn canonical layers back into plain dense ones, in place, with the same outputs; the model is returned."""
     expect_model(model)
@@ -166,6 +170,7 @@ def fold(model: Module) -> Module:
         del module.modes, module.path, module.columns_are_unit, module.ahead
         plain = cast(nn.Module, module)
         plain.__class__ = module.plain
+        plain.__dict__.pop("plain", None)
         bias = plain._parameters.pop("bias", None)
         plain.weight = tied[key]
         plain.register_parameter("bias", bias)  # after the weight again, as in a layer never converted
@@ -184,7 +189,7 @@ def convertible_layers(model: nn.Module, skip: Skip = ()) -> dict[str, nn.Module
             continue
         if isinstance(module, CPLayer):
             raise ValueError(f"expected plain layers, but {_title(name, module)} is canonical already")
-        if any(_plainly(module, kind.plain) for kind in CANONICAL_TYPES):
+        if any(is_plainly(module, kind.plain) for kind in CANONICAL_TYPES):
             _check_weight(name, module)
             layers[name] = module
     _check_ties(model, layers)
@@ -212,15 +217,17 @@ def is_within(name: str, pattern: str) -> bool:
     return any(fnmatchcase(".".join(parts[: n + 1]), pattern) for n in range(len(parts)))
 
 
-def _plainly(module: nn.Module, plain: type[nn.Module]) -> bool:
-    return isinstance(module, plain) and type(module).forward is plain.forward
+def is_plainly(module: nn.Module, plain: type[nn.Module]) -> bool:
+    """Whether it computes what the plain layer computes, of whatever class it is."""
+    ways = ("forward", "__call__", "_conv_forward", "_output_padding")
+    return isinstance(module, plain) and all(getattr(type(module), w, 0) is getattr(plain, w, 0) for w in ways)
 
 
 def _check_weight(name: str, layer: nn.Module) -> None:
     if isinstance(layer, LazyModuleMixin):
         raise ValueError(f"expected a layer with known shapes, got lazy {_title(name)}: run the model once first")
-    if parametrize.is_parametrized(layer, "weight") or "weight" not in layer._parameters:
-        raise ValueError(f"expected a plain weight, got one with a parametrization in {_title(name)}")
+    if parametrize.is_parametrized(layer) or "weight" not in layer._parameters:
+        raise ValueError(f"expected a plain weight and bias, got one with a parametrization in {_title(name)}")
     weight = cast(Tensor, layer.weight)
     if not weight.is_floating_point():
         raise ValueError(f"expected a floating-point weight, got {weight.dtype} in {_title(name, layer)}")
@@ -243,6 +250,16 @@ def _check_ties(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
             twin = layers.get(other)
             if twin is None or twin.weight is not weight or type(twin) is not type(layer):
                 raise ValueError(f"the weight of {_title(name, layer)} is also that of {other}: skip or untie them")
+
+
+def _told_to_twins(option: str, named: Mapping[str, Value], layers: Mapping[str, nn.Module]) -> dict[str, Value]:
+    """What is said of one of several tied layers, said of all; it is an error to say different things."""
+    said: dict[int, tuple[str, Value]] = {}
+    for name, value in named.items():
+        first, before = said.setdefault(id(layers[name].weight), (name, value))
+        if first != name and before != value:
+            raise ValueError(f"{first} and {name} share a weight, but {option} says {before} and {value}")
+    return {name: said[id(layer.weight)][1] for name, layer in layers.items() if id(layer.weight) in said}
 
 
 def modes_of(name: str, layer: nn.Module, modes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
@@ -278,8 +295,11 @@ def _resolve_rank(
 
 def _become_canonical(layer: nn.Module, cp: CPTensor) -> CPLayer:
     """Swap the class of the object, as torch's own parametrizations do, so that every reference to it stays good."""
+    was = type(layer)
     layer.__class__ = next(kind for kind in CANONICAL_TYPES if isinstance(layer, kind.plain))
     canonical = cast(CPLayer, layer)
+    if was is not canonical.plain:
+        canonical.__dict__["plain"] = was  # for fold
     canonical.hold(cp)
     return canonical
 

@@ -65,7 +65,7 @@ def _conv_steps(conv: _ConvNd) -> dict[str, Steps]:
 def _moves(conv: _ConvNd, axis: int) -> bool:
     """Whether the layer does anything along this axis of the kernel."""
     padding = 0 if isinstance(conv.padding, str) else int(conv.padding[axis])
-    return conv.kernel_size[axis] > 1 or conv.stride[axis] > 1 or padding > 0
+    return max(conv.kernel_size[axis], conv.stride[axis]) > 1 or max(padding, int(conv.output_padding[axis])) > 0
 
 
 def _linear_modes(layer: nn.Linear) -> tuple[tuple[int, ...], tuple[int, ...]]:

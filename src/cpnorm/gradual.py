@@ -55,6 +55,8 @@ class GradualTruncation:
             self._kind = "ranks"
             self._start = {layer.name: layer.rank_before for layer in end.layers}
             self._end = {layer.name: layer.rank_after for layer in end.layers}
+            for budget_of_ranks in ("energy", "loss"):
+                self.options.pop(budget_of_ranks, None)
 
     @property
     def done(self) -> bool:

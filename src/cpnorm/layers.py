@@ -97,6 +97,7 @@ class CPLayer(nn.Module):
         self.__dict__.update(layer.__dict__)
         self.hold(initial_form(weight, terms, init))
 
+    @torch.inference_mode(False)
     def hold(self, cp: CPTensor) -> None:
         """Keep the weight in this form from now on, in place of the plain layer's."""
         weight = self._parameters.pop("weight")
@@ -108,6 +109,7 @@ class CPLayer(nn.Module):
         )
         self.factors = nn.ParameterList(factors)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def replace_terms(self, cp: CPTensor) -> None:
         """Hold other terms, in the same Parameter objects: an optimizer that has them cannot lose them."""
@@ -124,6 +126,10 @@ class CPLayer(nn.Module):
             parameter.data = new.new_empty(0, dtype=other)
             parameter.data = new
 
+    def share_terms(self, twin: CPLayer) -> None:
+        """Have the same Parameters as the twin."""
+        self.sigma, self.lambdas, self.factors = twin.sigma, twin.lambdas, nn.ParameterList(twin.factors)
+
     def canonical_parameters(self) -> tuple[nn.Parameter, ...]:
         """Sigma, the lambdas and the factors, without the bias."""
         return (self.sigma, self.lambdas, *self.factors)
@@ -135,7 +141,7 @@ class CPLayer(nn.Module):
     @property
     def rank(self) -> int:
         """Number of terms."""
-        return self.lambdas.shape[0]
+        return int(self.lambdas.shape[0])  # a tensor while it is traced
 
     @property
     def cp(self) -> CPTensor:
@@ -193,30 +199,30 @@ class CPLinear(CPLayer, nn.Linear):  # type: ignore[override]
 
     plain = nn.Linear
 
-    def forward(self, x: Tensor) -> Tensor:  # (..., I) -> (..., O)
+    def forward(self, input: Tensor) -> Tensor:  # (..., I) -> (..., O)
         """As nn.Linear."""
-        if self._rebuilds(x):
-            return F.linear(x, self.weight, self.bias)
-        return contract.through_linear(x, *self._terms(), self.out_features, self.bias)
+        if self._rebuilds(input):
+            return F.linear(input, self.weight, self.bias)
+        return contract.through_linear(input, *self._terms(), self.out_features, self.bias)
 
     def _fits(self, x: Tensor) -> bool:  # (..., I)
         return x.ndim > 0 and x.shape[-1] == self.in_features
 
 
 class _CPConv(CPLayer):
-    def forward(self, x: Tensor) -> Tensor:  # (N, I, ...) or (I, ...)
+    def forward(self, input: Tensor) -> Tensor:  # (N, I, ...) or (I, ...)
         """As the plain convolution."""
         conv = cast(nn.Conv2d, self)
-        batched = x if x.ndim == len(conv.kernel_size) + 2 else x[None]
+        batched = input if input.ndim == len(conv.kernel_size) + 2 else input[None]
         if self._rebuilds(batched):
-            return conv._conv_forward(x, self.weight, conv.bias)
+            return conv._conv_forward(input, self.weight, conv.bias)
         padding: Any = conv.padding
         if conv.padding_mode != "zeros":
             batched = F.pad(batched, conv._reversed_padding_repeated_twice, mode=conv.padding_mode)
             padding = [0] * len(conv.kernel_size)
         scales, factors = self._terms()
         y = contract.through_conv(batched, scales, factors, conv.bias, conv.stride, padding, conv.dilation, conv.groups)
-        return y if batched.ndim == x.ndim else y[0]
+        return y if batched.ndim == input.ndim else y[0]
 
 
 class CPConv1d(_CPConv, nn.Conv1d):  # type: ignore[override]
@@ -243,18 +249,20 @@ class CPConv3d(_CPConv, nn.Conv3d):  # type: ignore[override]
 
 
 class _CPConvTranspose(CPLayer):
-    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:  # (N, I, ...) or (I, ...)
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:  # (N, I, ...) or (I, ...)
         """As the plain transposed convolution."""
         conv: Any = self
         dims = len(conv.kernel_size)
-        extra = conv._output_padding(x, output_size, conv.stride, conv.padding, conv.kernel_size, dims, conv.dilation)
-        batched = x if x.ndim == dims + 2 else x[None]
+        extra = conv._output_padding(
+            input, output_size, conv.stride, conv.padding, conv.kernel_size, dims, conv.dilation
+        )
+        batched = input if input.ndim == dims + 2 else input[None]
         geometry = (conv.stride, conv.padding, extra, conv.groups, conv.dilation)
         if self._rebuilds(batched):
             y = CONV_TRANSPOSE[dims - 1](batched, self.weight, conv.bias, *geometry)
         else:
             y = contract.through_conv_transpose(batched, *self._terms(), conv.bias, *geometry)
-        return y if batched.ndim == x.ndim else y[0]
+        return y if batched.ndim == input.ndim else y[0]
 
 
 class CPConvTranspose1d(_CPConvTranspose, nn.ConvTranspose1d):  # type: ignore[override]

@@ -37,9 +37,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = flag
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody wants to hear of its calls, or to change them."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in kinds)
+
+
 def run(model: nn.Module, inputs: Any, instead: Instead | None = None) -> Any:
-    """The model's output, with other tensors instead of some parameters; a tuple of inputs is several arguments."""
-    arguments = tuple(_beside(model, value) for value in (inputs if isinstance(inputs, tuple) else (inputs,)))
+    """The model's output, with other tensors instead of some parameters; a tuple or dict is several arguments."""
+    by_name = {key: _beside(model, value) for key, value in inputs.items()} if isinstance(inputs, dict) else {}
+    in_order = () if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple) else (inputs,)
+    arguments = tuple(_beside(model, value) for value in in_order)
     # By the places of the parameters in modules, each visited once: torch's own tie_weights=True puts tensors into the
     # submodules that layers share, such as the factors of tied canonical layers, and forgets to take them out again.
     places = {
@@ -48,7 +56,7 @@ def run(model: nn.Module, inputs: Any, instead: Instead | None = None) -> Any:
         for key, parameter in module._parameters.items()
         if instead and parameter is not None and parameter in instead
     }
-    return torch.func.functional_call(model, places, arguments, tie_weights=False)
+    return torch.func.functional_call(model, places, arguments, by_name, tie_weights=False)
 
 
 def _beside(model: nn.Module, value: Any) -> Any:

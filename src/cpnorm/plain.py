@@ -14,6 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from cpnorm.convert import canonical_layers, fold
 from cpnorm.forms import chain
 from cpnorm.layers import CPLayer
+from cpnorm.observe import has_hooks
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
@@ -35,6 +36,8 @@ def plain_copy(model: nn.Module, forms: Mapping[str, str], channels_last: bool, 
             for step, owner in zip(plain.modules(), leader.modules(), strict=True):
                 if "weight" in owner._parameters:
                     step.weight = owner.weight
+                if step._parameters.get("bias") is not None:
+                    step.bias = layer.bias  # frozen or shared as it was
         twin = _replaced(twin, name, built[id(layer)])
     if light_relus:
         lighten_relus(twin)
@@ -63,14 +66,17 @@ def lighten_relus(model: nn.Module) -> bool:
         if not isinstance(sequence, nn.Sequential):
             continue
         for i, (relu, pool) in enumerate(pairwise(list(sequence))):
-            if type(relu) is nn.ReLU and type(pool) in MAX_POOLS and not pool.return_indices:
+            heard = has_hooks(relu) or has_hooks(pool)
+            if type(relu) is nn.ReLU and type(pool) in MAX_POOLS and not pool.return_indices and not heard:
                 sequence[i], sequence[i + 1] = pool, relu
                 lighter = True
         for layer, relu in pairwise(sequence):
+            heard = has_hooks(layer) or has_hooks(relu)
             while isinstance(layer, nn.Sequential) and len(layer):
                 layer = layer[-1]
+                heard = heard or has_hooks(layer)
             fresh = isinstance(layer, nn.Linear | _ConvNd) or type(layer) in MAX_POOLS
-            if type(relu) is nn.ReLU and places[id(relu)] == 1 and fresh:
+            if type(relu) is nn.ReLU and places[id(relu)] == 1 and fresh and not heard:
                 relu.inplace = lighter = True
     return lighter
 
@@ -80,7 +86,7 @@ def leave_out_dropout(model: nn.Module) -> None:
     for sequence in model.modules():
         if isinstance(sequence, nn.Sequential):
             for name, layer in sequence.named_children():
-                if type(layer) in DROPOUTS and not layer.training:
+                if type(layer) in DROPOUTS and not layer.training and not has_hooks(layer):
                     sequence.register_module(name, nn.Identity().eval())
 
 

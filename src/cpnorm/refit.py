@@ -85,7 +85,8 @@ def refit_outputs(
             twins = [module for module in model.modules() if identity(module) == identity(layer)]
             instead = {p: value for name, form in done.items() for p, value in form.instead(layers[name]).items()}
             sums = _sums(model, twins, instead, inputs)
-            done[name] = _regress(layer, done[name], *sums, shift=layer.bias is not None and len(twins) == 1)
+            holders = [module for module in model.modules() if module._parameters.get("bias") is layer.bias]
+            done[name] = _regress(layer, done[name], *sums, shift=layer.bias is not None and len(holders) == 1)
     return done
 
 

@@ -88,3 +88,14 @@ def test_steps_are_those_of_the_optimizer(tmp_path: Path, monkeypatch: pytest.Mo
 def test_ddp_cannot_follow_a_truncation() -> None:
     with pytest.raises(ValueError, match="expected one process for a truncation while training, got 2"):
         one_process(2)
+
+
+def test_a_checkpoint_from_before_a_truncation_is_loaded(tmp_path: Path) -> None:
+    module, trainer = fit(tmp_path, CanonicalCallback(steps=2, every=2, params=700), epochs=1)
+    trainer.save_checkpoint(tmp_path / "whole.ckpt")
+    saved = {name: value.clone() for name, value in module.state_dict().items()}
+    callback = CanonicalCallback(steps=2, every=1, params=700)
+    module, trainer = fit(tmp_path, callback, epochs=2)
+    assert module.net[3].rank < 10
+    module.load_state_dict(torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"])
+    assert largest_difference(module.state_dict(), saved) == 0

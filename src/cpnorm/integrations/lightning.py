@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from cpnorm import GradualTruncation, canonical_layers, renormalize_after, truncate
+from cpnorm import CPTensor, GradualTruncation, canonical_layers, renormalize_after
 from cpnorm.integrations import one_process, scalars
 
 
@@ -45,5 +45,9 @@ class CanonicalCallback(Callback):
 
 
 def _take_ranks(model: LightningModule, state: dict[str, Any], *_: Any) -> None:
-    """A checkpoint of a truncated model fits one of its ranks; which terms these are does not matter."""
-    truncate(model, ranks={name: len(state[f"{name}.lambdas"]) for name in canonical_layers(model)})
+    """A checkpoint fits a model of its ranks, fewer or more than there are now."""
+    for name, layer in canonical_layers(model).items():
+        found = [state.get(f"{name}.{own}") for own, p in layer.named_parameters() if p is not layer.bias]
+        terms = [value for value in found if value is not None]
+        if len(terms) == len(layer.factors) + 2 and len(terms[1]) != layer.rank:
+            layer.replace_terms(CPTensor(terms[0], terms[1], tuple(terms[2:])))
