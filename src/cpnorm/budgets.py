@@ -73,7 +73,9 @@ def energy_lost(gram: Tensor, order: Tensor) -> Tensor:  # (R, R), (R,) -> (R,)
 
 
 def terms_to_keep(rank: int, rate: float) -> int:
-    """The paper's count: the share ``rate`` of the terms goes, in exact arithmetic, and one always stays.
+    """The share ``rate`` of the terms goes, rounded down in exact arithmetic, and one always stays.
+
+    The authors' code rounds down what stays, which is a term less where the share is no whole number.
 
     >>> terms_to_keep(270, 0.9), terms_to_keep(571, 0.5), terms_to_keep(3, 0.99)
     (27, 286, 1)

@@ -122,6 +122,11 @@ def test_compress_and_export(trained: Path, tmp_path: Path, images: ImageSet) ->
     assert torch.allclose(torch.from_numpy(outputs), expected, atol=1e-4)
     assert expected.std() > 0.01  # or the comparisons say nothing
 
+    few = json.loads(run("export", small, "--onnx", onnx, "--factorize", "--goal", "weights", "--json")[0])
+    dense, _ = run("export", small, "--onnx", onnx)
+    assert few["weights"] < 1.2 * few["weights_of_run"]
+    assert f"the run has {record['weights']:,}: --factorize --goal weights keeps layers small" in dense
+
 
 # --- stops and kills --------------------------------------------------------------------------------------------------
 
@@ -194,6 +199,13 @@ ERRORS = {
     "no row": (["train", "--preset", "cifar10/none"], 2, "expected a row among cifar10/none-sgd"),
     "no training": (["train", "--preset", "compress-cifar10/25"], 2, "compresses the runs of cifar10/cp-sgd"),
     "no file": (["export", "run"], 2, "expected --onnx FILE or --torch FILE"),
+    "no patience": (["train", "--early-stopping", "-2"], 2, "expected early_stopping >= 0, got -2"),
+    "no smoothing": (["train", "--label-smoothing", "2"], 2, "expected label_smoothing <= 1, got 2"),
+    "no images": (["compress", "run", "--images", "-5"], 2, "--images"),
+    "no such row": (["reproduce", "cifar10/nosuch"], 1, "unknown rows: cifar10/nosuch; there are cifar10/none-sgd"),
+    "no seeds": (["reproduce", "--seeds", "0"], 2, "--seeds"),
+    "none at once": (["reproduce", "--at-once", "0"], 2, "--at-once"),
+    "no goal": (["export", "run", "--onnx", "x", "--goal", "fame"], 2, "expected --goal time or weights, got fame"),
     "no argument": (["inspect"], 2, "Missing argument 'RUN'"),
 }
 

@@ -40,7 +40,7 @@ class TestVerdicts:
     @pytest.mark.parametrize(
         ("mean", "n", "status", "words"),
         [
-            (87.16, 8, "within", "within one published sd, same (p = {p:.2f})"),
+            (87.16, 8, "within", "within one published sd, no difference shown (p = {p:.2f})"),
             (87.40, 8, "within", "within one published sd, different (p = {p:.3f})"),
             (88.26, 8, "above", "above by 1.20 points, different (p < 0.001)"),
             (86.06, 8, "below", "below by 1.00 points, different (p < 0.001)"),
@@ -67,9 +67,9 @@ class TestVerdicts:
         assert entry.difference_of_best.p == pytest.approx(best.pvalue)
         assert (entry.last.mean, entry.best.max) == (pytest.approx(87.3), pytest.approx(88.1))
 
-    def test_without_a_published_sd_ours_is_the_measure(self, tmp_path):
+    def test_without_a_published_sd_nothing_is_within_it(self, tmp_path):
         near = records_of(tmp_path, lines("cifar10/none-sgd", 85.2))
-        assert comparison(near, "tai/low-rank-0").words == "within one measured sd"
+        assert comparison(near, "tai/low-rank-0").words == "above by 0.09 points"
         far = records_of(tmp_path, lines("cifar10/none-sgd", 87.11))
         assert comparison(far, "tai/low-rank-0").words == "above by 2.00 points"
 

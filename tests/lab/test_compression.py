@@ -171,7 +171,7 @@ def test_plain_layers_compute_the_same(canonical: Path, digits: ImageSet) -> Non
     images = normalize(digits.test_images, digits.mean, digits.std)
     for model in (weighted, trained_network(RunFolder(canonical)).eval()):
         before = model(images)
-        deployed = plain_layers(model, images[:1])
+        deployed = plain_layers(model, images[:1], "time")
         assert not cpnorm.canonical_layers(deployed)
         assert not any(parametrize.is_parametrized(layer) for layer in deployed.modules())
         assert torch.allclose(deployed(images), before, atol=1e-4)

@@ -21,6 +21,7 @@ from cpnorm.lab.report import RecordError, build, write_markdown, write_report
 from cpnorm.lab.report.document import Explorer, Gallery, Grid, Section
 from cpnorm.lab.report.markdown import standalone
 from cpnorm.lab.report.plots import Plot, Scale, png
+from cpnorm.lab.runs import RunError
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'|`[a](javascript:alert(1))\n# x"
 VOID = {"meta", "input", "br", "img", "link"}
@@ -294,11 +295,21 @@ class TestMarkdown:
 
     def test_its_drawings_lie_beside_it_and_old_ones_go(self, results, tmp_path):
         (tmp_path / "figures").mkdir()
-        (tmp_path / "figures" / "old.svg").write_text("<svg/>")
+        for name in ("old", "mine"):
+            (tmp_path / "figures" / f"{name}.svg").write_text("<svg/>")
+        (tmp_path / "README.md").write_text("Made by `cpnorm report`\n![old](figures/old.svg)\n")
         text = write_markdown(results, tmp_path / "README.md").read_text()
         linked = set(re.findall(r"\]\((figures/[^)]+)\)", text))
-        assert linked == {f"figures/{path.name}" for path in (tmp_path / "figures").iterdir()}
+        there = {f"figures/{path.name}" for path in (tmp_path / "figures").iterdir()}
+        assert there == linked | {"figures/mine.svg"}
         assert len(linked) > 15
+
+    def test_leaves_a_readme_of_somebody_else_alone(self, results, tmp_path):
+        (tmp_path / "README.md").write_text("# My project\n")
+        with pytest.raises(RunError, match=r"README\.md was not made by cpnorm report and is left alone"):
+            write_markdown(results, tmp_path / "README.md")
+        assert (tmp_path / "README.md").read_text() == "# My project\n"
+        assert not (tmp_path / "figures").exists()
 
     def test_lies_in_the_results_by_default(self, tmp_path):
         assert write_markdown(tmp_path) == tmp_path / "README.md"

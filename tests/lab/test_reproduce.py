@@ -20,6 +20,7 @@ from cpnorm.lab import beyond, paper, reproduce
 from cpnorm.lab.config import Config
 from cpnorm.lab.paper import Compression, Row, Table
 from cpnorm.lab.reproduce import Job, Results, all_rows, all_tables, expected_seconds, find_tables, missing_jobs
+from cpnorm.lab.runs import RunError
 from tiny_queue import write_data
 
 TINY = Config(
@@ -142,7 +143,15 @@ def test_a_failing_row_does_not_stop_the_others(tmp_path: Path, tiny: None, monk
         raise RuntimeError("no")
 
     monkeypatch.setattr(reproduce, "start", broken)
-    assert [str(job) for job in run(tmp_path, seeds=1)] == ["tiny/cut, seed 0"]
+    with pytest.raises(RunError, match="tiny/cut failed; the other rows are done"):
+        run(tmp_path, seeds=1)
+    left = reproduce.missing_jobs(["tiny"], [0], Results(tmp_path / "results"))
+    assert [str(job) for job in left] == ["tiny/cut, seed 0"]
+
+
+def test_rows_that_do_not_exist_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown rows: mnist/nosuch; there are mnist/none-sgd, "):
+        reproduce.missing_jobs(["mnist/nosuch"], [0], Results(tmp_path))
 
 
 def test_a_run_that_diverges_is_a_line_too(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:

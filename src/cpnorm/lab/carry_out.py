@@ -89,7 +89,8 @@ def messages() -> Console:
 
 def announce_warnings(console: Console) -> None:
     """What the lab logs, such as a fallback, is shown without disturbing a line that is being redrawn."""
-    logging.basicConfig(handlers=[RichHandler(console=console, show_time=False, show_path=False)], force=True)
+    handler = RichHandler(console=console, show_time=False, show_path=False)
+    logging.basicConfig(handlers=[handler], format="%(message)s", force=True)
 
 
 def print_json(value: Any) -> None:

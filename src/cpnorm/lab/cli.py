@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -181,7 +181,7 @@ def compress(
     loss: Annotated[float | None, typer.Option(help="how much the loss on training images may grow by the cut")] = None,
     criterion: Annotated[str, typer.Option(help="what a term is worth: lambda, gram or taylor")] = "lambda",
     refit: Annotated[str, typer.Option(help="what kept terms take over: none, lambdas, als or outputs")] = "none",
-    images: Annotated[int, typer.Option(help="training images to look at while cutting")] = 0,
+    images: Annotated[int, typer.Option(min=0, help="training images to look at while cutting")] = 0,
     layer: Annotated[list[str] | None, typer.Option(help="cut this layer only; may be repeated")] = None,
     data_dir: DataDir = None,
     device: Device = None,
@@ -268,6 +268,7 @@ def export(
     onnx: Annotated[Path | None, typer.Option(help="write an ONNX file")] = None,
     torch: Annotated[Path | None, typer.Option(help="write a torch.export program, .pt2")] = None,
     factorize: Annotated[bool, typer.Option("--factorize", help="small plain layers where these are faster")] = False,
+    goal: Annotated[str, typer.Option(help="of --factorize: time, or weights: few of them")] = "time",
     as_json: Json = False,
 ) -> None:
     """Write a trained network for other programs, in plain layers: nothing of cpnorm is needed to run it."""
@@ -275,21 +276,25 @@ def export(
 
     if not (onnx or torch):
         raise typer.BadParameter("expected --onnx FILE or --torch FILE, got neither")
-    result = export_network(run, onnx=onnx, program=torch, factorize=factorize)
+    if goal not in ("time", "weights"):
+        raise typer.BadParameter(f"expected --goal time or weights, got {goal}")
+    result = export_network(run, onnx=onnx, program=torch, goal=cast(Any, goal if factorize else None))
     if as_json:
         print_json(result)
-    else:
-        for file in result["files"]:
-            typer.echo(f"{file}: {result['weights']:,} weights, input {result['input']}")
+        return
+    for file in result["files"]:
+        typer.echo(f"{file}: {result['weights']:,} weights, input {result['input']}")
+    if result["weights"] > 1.1 * result["weights_of_run"]:
+        typer.echo(f"the run has {result['weights_of_run']:,}: --factorize --goal weights keeps layers small")
 
 
 @app.command()
 def reproduce(
     tables: Annotated[list[str] | None, typer.Argument(help="tables or rows; else all of the paper's")] = None,
-    seeds: Annotated[int, typer.Option(help="runs of each row, with the seeds 0, 1, …")] = 8,
+    seeds: Annotated[int, typer.Option(min=1, help="runs of each row, with the seeds 0, 1, …")] = 8,
     results: Annotated[Path, typer.Option(help="folder of the records")] = Path("results"),
     work: Annotated[Path, typer.Option(help="folder of checkpoints and networks")] = Path("work"),
-    at_once: Annotated[int, typer.Option(help="seeds of a row that share the device")] = 8,
+    at_once: Annotated[int, typer.Option(min=1, help="seeds of a row that share the device")] = 8,
     engine: Annotated[str, typer.Option(help="local, or ray: the cluster of $RAY_ADDRESS, or this machine")] = "local",
     wait: Annotated[bool, typer.Option("--wait", help="stay to take over runs of other processes that die")] = False,
     checkpoint_every: Checkpoints = 60.0,
@@ -345,7 +350,7 @@ def report(
     out: Annotated[Path, typer.Option(help="the page to write")] = Path("report.html"),
     data_dir: DataDir = None,
 ) -> None:
-    """One self-contained page, and tables, of all results beside the paper's."""
+    """One self-contained page of all results beside the paper's, and README.md with figures in their folder."""
     from cpnorm.lab.report import write_markdown, write_report
 
     typer.echo(str(write_report(results, out, data_dir)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,10 +17,11 @@ from torch import Tensor, distributed, nn
 from torch.nn.utils import parametrize
 
 import cpnorm
+from cpnorm.factorize import Goal
 from cpnorm.lab import baselines
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import CLASSES, STATISTICS, ImageSet, load, normalize
-from cpnorm.lab.runs import RunError, RunFolder, read_json, write_json
+from cpnorm.lab.runs import RunError, RunFolder, read_json, write_atomically, write_json
 from cpnorm.lab.setup import build_model, pick_device, process
 from cpnorm.lab.train import Observer, Options, Stop, Trainer, drive
 
@@ -205,32 +207,36 @@ def _network_file(folder: RunFolder, file: str = "model.safetensors") -> Path:
     return folder / file
 
 
-def plain_layers(model: nn.Module, example_input: Tensor | None = None) -> nn.Module:
-    """The network as it is deployed, without any normalisation; with an example input, in small layers where faster."""
+def plain_layers(model: nn.Module, example_input: Tensor, goal: Goal | None = None) -> nn.Module:
+    """The network as it is deployed, without any normalisation; with a goal, in the small layers that serve it."""
     for layer in model.modules():
         if parametrize.is_parametrized(layer, "weight"):
             parametrize.remove_parametrizations(layer, "weight")
-    if example_input is not None and cpnorm.canonical_layers(model):
-        return cpnorm.factorize(model, example_input)
+    if goal is not None and cpnorm.canonical_layers(model):
+        return cpnorm.factorize(model, example_input, goal=goal)
     return cpnorm.fold(model)
 
 
 def export_network(
-    run: str | Path, *, onnx: Path | None = None, program: Path | None = None, factorize: bool = False
+    run: str | Path, *, onnx: Path | None = None, program: Path | None = None, goal: Goal | None = None
 ) -> dict[str, Any]:
     """Write the network of a run as ONNX, as a torch.export program, or both; says what was written."""
     folder = RunFolder(run)
     model, data = trained_network(folder).eval(), blank(folder.config().data)
     example = normalize(data.test_images, data.mean, data.std)
-    model = plain_layers(model, example if factorize else None)
+    weights_of_run = sum(parameter.numel() for parameter in model.parameters())
+    model = plain_layers(model, example, goal)
     if onnx is not None:
         cpnorm.export_onnx(model, example, onnx)
     if program is not None:
         batch = {0: torch.export.Dim("batch")}
-        torch.export.save(torch.export.export(model, (example.repeat(2, 1, 1, 1),), dynamic_shapes=(batch,)), program)
+        content = io.BytesIO()
+        torch.export.save(torch.export.export(model, (example.repeat(2, 1, 1, 1),), dynamic_shapes=(batch,)), content)
+        write_atomically(program, content.getvalue())
     return {
         "run": str(run),
         "files": [str(file) for file in (onnx, program) if file is not None],
         "weights": sum(parameter.numel() for parameter in model.parameters()),
+        "weights_of_run": weights_of_run,
         "input": f"(N, {', '.join(map(str, example.shape[1:]))}), pixels minus {data.mean} over {data.std}",
     }

@@ -12,6 +12,10 @@ from typing import Any, Literal, get_args, get_type_hints
 Rank = int | float | str | Mapping[str, int | float | str]
 
 
+LEAST_ZERO = (
+    *("epochs", "seed", "warmup", "validation", "early_stopping"),
+    *("momentum", "weight_decay", "lambda_l1", "label_smoothing"),
+)
 KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {  # of settings: in words, and whether a value is one
     bool: ("true or false", lambda value: isinstance(value, bool)),
     int: ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
@@ -60,9 +64,13 @@ class Config:
                 raise ValueError(f"expected {name} to be {KINDS[kind][0]}, got {value!r}")
         if not isinstance(self.skip, list | tuple) or not all(isinstance(name, str) for name in self.skip):
             raise ValueError(f"expected skip to be names of layers, got {self.skip!r}")
-        for name, low in {"epochs": 0, "batch_size": 1, "seed": 0, "warmup": 0, "validation": 0}.items():
-            if getattr(self, name) < low:
-                raise ValueError(f"expected {name} >= {low}, got {getattr(self, name)}")
+        for name in LEAST_ZERO:
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
+        if self.batch_size < 1:
+            raise ValueError(f"expected batch_size >= 1, got {self.batch_size}")
+        if self.label_smoothing > 1:
+            raise ValueError(f"expected label_smoothing <= 1, got {self.label_smoothing}")
         if not self.width > 0:
             raise ValueError(f"expected a width > 0, got {self.width}")
         if not self.lr > 0:

@@ -144,7 +144,7 @@ class Story:
 def compare(plan: Sequence[Chapter], data: ImageSet) -> list[Network]:
     """Weights, accuracies and the time one image takes."""
     image = normalize(data.test_images[:1], data.mean, data.std)
-    models = {chapter.name: plain_layers(trained_network(chapter.folder).eval(), image) for chapter in plan}
+    models = {chapter.name: plain_layers(trained_network(chapter.folder).eval(), image, "time") for chapter in plan}
     milliseconds = time_in_turn(models, image)
     networks = []
     for chapter in plan:

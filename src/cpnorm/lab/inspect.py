@@ -90,7 +90,9 @@ def result_table(run: Inspection) -> Table:
 def layer_table(run: Inspection) -> Table:
     """Per canonical layer: shape, rank, weights, and how it runs on one image."""
     assert run.summary is not None
-    table = Table("layer", "shape", box=SIMPLE)
+    table = Table(box=SIMPLE)
+    table.add_column("layer", overflow="fold")  # cut off, two names may look alike
+    table.add_column("shape")
     for heading in ("rank", "exact rank", "weights", "of dense"):
         table.add_column(heading, justify="right")
     table.add_column("runs by")
@@ -113,7 +115,7 @@ def lambda_table(run: Inspection) -> Table:
     assert run.model is not None
     table = Table(box=SIMPLE)
     for heading in ("layer", "|λ| sorted", "λ counted", "σ by epoch", "median |λ|"):
-        table.add_column(heading, no_wrap=True)
+        table.add_column(heading, no_wrap=heading != "layer", overflow="fold")
     layers = cpnorm.canonical_layers(run.model)
     for row in run.summary.layers:
         history = [line["layers"][row.name] for line in run.metrics]

@@ -16,6 +16,7 @@ from typing import Any
 
 from cpnorm.lab import reproduce
 from cpnorm.lab.reproduce import Job, Results, missing_jobs
+from cpnorm.lab.runs import RunError
 from cpnorm.lab.train import Options, Stop
 
 log = logging.getLogger("cpnorm.lab")
@@ -49,6 +50,7 @@ def reproduce_on_ray(
         first = [ref for ref, others in begun.items() if any(job.needs(other) for job in share for other in others)]
         begun[task.remote(share[0].row.key, [job.seed for job in share], results, work, options, until, *first)] = share
     pending, told, stop = list(begun), False, Stop()
+    failed: list[str] = []
     with stop.listening(), redirect_stdout(sys.stderr):  # where Ray's messages belong: results go to standard output
         while pending:
             done, pending = ray.wait(pending, timeout=1)
@@ -59,11 +61,14 @@ def reproduce_on_ray(
                 except ray.exceptions.RayError as error:
                     if not stop:  # a task that was cancelled before it began is one, too
                         log.error("%s failed: %s", begun[ref][0].row.key, error)
+                        failed.append(begun[ref][0].row.key)
             if stop and not told:
                 announce(f"stopping: {stop.reason}")
                 for ref in pending:
                     ray.cancel(ref)  # a run in progress sees an interrupt, and saves
                 told = True
+    if failed and not stop:
+        raise RunError(f"{', '.join(dict.fromkeys(failed))} failed; the other rows are done")
     return missing_jobs(keys, seeds, Results(results))
 
 

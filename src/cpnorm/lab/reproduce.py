@@ -23,7 +23,7 @@ from cpnorm.lab.data import ImageSet, load
 from cpnorm.lab.jsonfiles import parse_object, read_lines, whole_lines
 from cpnorm.lab.paper import Compression, Row, Table
 from cpnorm.lab.portrait import portrait
-from cpnorm.lab.runs import RunFolder, environment
+from cpnorm.lab.runs import RunError, RunFolder, environment
 from cpnorm.lab.train import Observer, Options, Stop, Trainer, drive
 
 log = logging.getLogger("cpnorm.lab")
@@ -97,6 +97,9 @@ def find_tables(keys: Sequence[str]) -> list[Table]:
     tables = all_tables()
     if unknown := [key for key in keys if key.partition("/")[0] not in tables]:
         raise ValueError(f"unknown tables: {', '.join(unknown)}; there are {', '.join(tables)}")
+    if unknown := [key for key in keys if "/" in key and key not in all_rows()]:
+        rows = [row.key for key in dict.fromkeys(k.partition("/")[0] for k in unknown) for row in tables[key].rows]
+        raise ValueError(f"unknown rows: {', '.join(unknown)}; there are {', '.join(rows)}")
     return [tables[key] for key in (dict.fromkeys(k.partition("/")[0] for k in keys) or ORDER)]
 
 
@@ -206,6 +209,7 @@ def reproduce(
     store, options, seeds = Results(results), options or Options(), list(seeds)
     stop = Stop(None if time_limit is None else time.monotonic() + time_limit)
     failed: list[Job] = []
+    failures: dict[str, Exception] = {}  # by row
     mixed = True  # until a group fails: then row by row, so that a bad one costs the others nothing but time
     elsewhere: list[Job] = []
     data: dict[str, ImageSet] = {}
@@ -230,13 +234,16 @@ def reproduce(
                 elsewhere.extend(group)
         except Exception as error:
             rows = list(dict.fromkeys(job.row.key for job in group))
-            log.error("%s failed: %s: %s", ", ".join(rows), type(error).__name__, error, exc_info=True)
+            log.error("%s failed: %s: %s", ", ".join(rows), type(error).__name__, error)
             if len(rows) > 1:
                 mixed = False
             else:
                 failed.extend(group)
+                failures[rows[0]] = error
     if stop:
         announce(f"stopped: {stop.reason}")
+    elif failures:
+        raise RunError(f"{', '.join(failures)} failed; the other rows are done") from next(iter(failures.values()))
     return missing_jobs(keys, seeds, store)
 
 

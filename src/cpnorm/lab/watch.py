@@ -57,13 +57,13 @@ class Watch:
         if trainer is None:
             return Text(self.note)
         done, total = trainer.epoch * trainer.batches + trainer.batch, trainer.config.epochs * trainer.batches
+        epoch = f"epoch {min(trainer.epoch + 1, trainer.config.epochs)}/{trainer.config.epochs}"
+        found, pace = results(trainer.history[-1]) if trainer.history else "", self._pace()
+        room = self.console.width - len(epoch) - len(found) - len(pace) - 3 * 2
         row = Table.grid(padding=(0, 2))
-        row.add_row(
-            f"epoch {min(trainer.epoch + 1, trainer.config.epochs)}/{trainer.config.epochs}",
-            ProgressBar(total=max(total, 1), completed=done, width=24),
-            results(trainer.history[-1]) if trainer.history else "",
-            self._pace(),
-        )
+        for _ in range(4):
+            row.add_column(no_wrap=True)  # what has no room is cut off: a second line would flicker
+        row.add_row(epoch, ProgressBar(total=max(total, 1), completed=done, width=max(4, min(24, room))), found, pace)
         return row
 
     def _pace(self) -> str:

@@ -161,8 +161,8 @@ READING = (
     "means and maxima cannot come from the same eight values, the mean of our last epochs is compared with the "
     "published mean, and the best epoch of any run with the published maximum. Best epochs are chosen on the test set "
     "and therefore flatter. p is Welch's test from means, deviations and numbers of runs (the paper's: 8); below 0.05 "
-    "the verdict says “different”, otherwise “same”. Runs that diverged are counted in the verdict and left out of the "
-    "means."
+    "the verdict says “different”, otherwise “no difference shown”, which with few runs says little. Runs that "
+    "diverged are counted in the verdict and left out of the means."
 )
 
 
@@ -311,7 +311,7 @@ def provenance(records: Records) -> Section:
         Text(
             f"{len(runs)} runs, {diverged} of them diverged; {hours:.1f} hours of training when each run's time is "
             "added up (several share a GPU). Every number of ours on this page is computed from the "
-            "result files; none is typed."
+            "result files, but for those in the tested explanations, which are written by hand."
         )
     )
     keys = ("gpu", "torch", "cuda", "python", "cpnorm", "commit")

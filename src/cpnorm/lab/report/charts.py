@@ -201,6 +201,8 @@ def accuracy_against_weights(records: Records, own_rows: Sequence[str]) -> list[
         caption = (
             f"{name}: mean accuracy of the last epoch, lines one standard deviation; weights on a logarithmic scale."
         )
+        if below := [note for _, y, _, note in points if y < low - margin]:
+            caption += f" Below the frame: {'; '.join(below)}."
         drawings.append(Drawing(f"weights-{data}", plot.svg(), caption))
     return drawings
 

@@ -67,9 +67,9 @@ def _verdict(
 ) -> tuple[Status, str]:
     if last is None or difference is None or published is None:
         return "missing", f"all {diverged} runs diverged" if diverged else "not measured yet"
-    status, words = _position(published, last, difference.value)
+    status, words = _position(published, difference.value)
     if difference.p is not None:
-        words += f", {'different' if difference.significant else 'same'} ({p_words(difference.p)})"
+        words += f", {'different' if difference.significant else 'no difference shown'} ({p_words(difference.p)})"
     if last.n < PUBLISHED_RUNS:
         words += f"; {last.n} of {PUBLISHED_RUNS} runs"
     if diverged:
@@ -77,10 +77,9 @@ def _verdict(
     return status, words
 
 
-def _position(published: Published, last: Summary, value: float) -> tuple[Status, str]:
-    spread, whose = (published.sd, "published") if published.sd is not None else (last.sd or 0.0, "measured")
-    if abs(value) <= spread:
-        return "within", f"within one {whose} sd"
+def _position(published: Published, value: float) -> tuple[Status, str]:
+    if published.sd is not None and abs(value) <= published.sd:
+        return "within", "within one published sd"
     side: Status = "above" if value > 0 else "below"
     return side, f"{side} by {abs(value):.2f} points"
 

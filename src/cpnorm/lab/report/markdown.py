@@ -7,22 +7,26 @@ from pathlib import Path
 
 from cpnorm.lab.report.build import build
 from cpnorm.lab.report.document import Block, Column, Document, Drawing, Explorer, Gallery, Grid, Section, Text
-from cpnorm.lab.runs import write_atomically
+from cpnorm.lab.runs import RunError, write_atomically
 
 STYLE = (Path(__file__).parent / "plots.css").read_text(encoding="utf-8")
+MADE_BY = "Made by `cpnorm report`"
+OURS = re.compile(r"\(figures/([\w-]+)\.svg\)")
 SPECIAL = re.compile(r"([\\`*_\[\]<>|#~])")
 
 
 def write_markdown(results: str | Path, out: str | Path | None = None, data_dir: str | Path | None = None) -> Path:
     """Write README.md (or ``out``) for a results folder, and its drawings into ``figures/`` beside it."""
     out = Path(results) / "README.md" if out is None else Path(out)
+    before = out.read_text(encoding="utf-8") if out.exists() else MADE_BY
+    if MADE_BY not in before:
+        raise RunError(f"{out} was not made by cpnorm report and is left alone: move it away for tables in its place")
     document = build(results, data_dir)
     folder = out.parent / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     drawings = _drawings(document.sections)
-    for old in folder.glob("*.svg"):
-        if old.stem not in {drawing.key for drawing in drawings}:
-            old.unlink()
+    for key in set(OURS.findall(before)) - {drawing.key for drawing in drawings}:
+        (folder / f"{key}.svg").unlink(missing_ok=True)
     for drawing in drawings:
         write_atomically(folder / f"{drawing.key}.svg", standalone(drawing).encode())
     write_atomically(out, render(document).encode())
@@ -34,7 +38,7 @@ def render(document: Document) -> str:
     parts = [
         f"# {text(document.title)}",
         text(document.summary),
-        "Made by `cpnorm report`; the HTML page of the same name has an explorer.",
+        f"{MADE_BY}; the HTML page of the same name has an explorer.",
     ]
     for section in document.sections:
         parts += _section(section, 2)
