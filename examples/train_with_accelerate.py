@@ -2,7 +2,7 @@
 
     python examples/train_with_accelerate.py          # or: accelerate launch examples/train_with_accelerate.py
 
-Trains a canonical network on scikit-learn's digits for a few epochs, and truncates it on the way.
+Trains a canonical network on scikit-learn's digits for a few epochs, and, in one process, truncates it on the way.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(epochs: int = 4) -> float:
                 accelerator.backward(nn.functional.cross_entropy(runner(images), labels))
                 prepared.step()
                 prepared.zero_grad()
-        if epoch == 1:
+        if epoch == 1 and accelerator.num_processes == 1:  # DDP keeps the shapes it was built with
             report = cpnorm.truncate(model, params=15_000, optimizer=optimizer)
             accelerator.print(report)
     with torch.no_grad():

@@ -138,3 +138,9 @@ def test_steps_within_a_mean_loss() -> None:
     assert budgets.steps_within(["a", "b", "b", "a"], lost, 0.0) == 0
     assert budgets.steps_within(["a", "b", "b", "a"], lost, 0.11) == 3  # 0.05, 0.15, 0.1, 0.2
     assert budgets.follow(["a", "b", "b", "a"], lost, 3) == {"a": 1, "b": 2}
+
+
+def test_a_rate_may_be_a_tensor_or_come_from_a_subtraction() -> None:
+    assert budgets.terms_to_keep(10, torch.tensor(0.5)) == 5
+    assert budgets.terms_to_keep(10, 1 - 0.9) == 9
+    assert budgets.terms_to_keep(270, 1 / 3) == 180

@@ -414,3 +414,23 @@ def test_the_guide_runs() -> None:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec("\n".join(blocks), {"__name__": "guide"})
     assert "params=60000" in printed.getvalue()
+
+
+def test_a_layer_whose_terms_cancel_pays_for_nobody() -> None:
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model = cpnorm.canonical_norm(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)))
+        scales = torch.tensor([1.0, 2, -1, -2, 1, 2, -1, -2])
+        model[0].replace_terms(cpnorm.CPTensor.from_terms(scales, [torch.randn(8, 2).repeat(1, 4) for _ in range(2)]))
+        ranks = {row.name: row for row in cpnorm.truncate(model, energy=0.9).layers}
+        assert all(ranks[name].energy >= 0.7 for name in ("1", "2"))
+        assert (ranks["1"].energy + ranks["2"].energy) / 2 >= 0.85
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+def test_the_energy_that_is_kept_has_no_scale(scale: float) -> None:
+    torch.manual_seed(0)
+    layer = cpnorm.canonical_norm(nn.Linear(8, 8))
+    expected = cpnorm.truncate(copy.deepcopy(layer), rate=0.5).energy
+    layer.sigma.data *= scale
+    assert cpnorm.truncate(layer, rate=0.5).energy == pytest.approx(expected, rel=1e-4)

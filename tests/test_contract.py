@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import cpnorm
 import laws
 from cpnorm.contract import DEPTHWISE_PENALTY, FLOPS_PER_BYTE, FLOPS_PER_CALL, plan
 from laws import CASES, Case
@@ -74,3 +75,18 @@ def test_bytes_and_totals(name: str, device: str) -> None:
     assert found.factors.total == pytest.approx(dear + FLOPS_PER_BYTE[device] * 4 * factors)
     cheaper = "factors" if found.factors.total < found.rebuild.total else "rebuild"
     assert found.path == cheaper
+
+
+def test_one_image_is_a_batch_of_one() -> None:
+    layer = cpnorm.canonical_norm(nn.Conv2d(8, 8, 3))
+    assert layer.plan((8, 16, 16)) == layer.plan((1, 8, 16, 16))
+    with pytest.raises(ValueError, match="expected the shape of one image or of a batch"):
+        layer.plan((8, 16))
+
+
+def test_devices_by_any_name() -> None:
+    expected = cpnorm.plan(nn.Linear(8, 8), (4, 8), 4, device="cuda")
+    assert cpnorm.plan(nn.Linear(8, 8), (4, 8), 4, device="cuda:0") == expected
+    assert cpnorm.plan(nn.Linear(8, 8), (4, 8), 4, device=torch.device("cpu")) == cpnorm.plan(
+        nn.Linear(8, 8), (4, 8), 4
+    )

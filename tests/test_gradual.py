@@ -140,3 +140,15 @@ def test_a_share_of_the_energy_is_reached_in_steps() -> None:
     gradual = GradualTruncation(model, None, steps=2, energy=0.8)
     ranks = [report.layers[0].rank_after for _ in range(2) if (report := gradual.step())]
     assert 32 > ranks[0] > ranks[1] == at_once
+
+
+@pytest.mark.parametrize(("scale", "dtype"), [(1e-25, torch.float32), (1e25, torch.float32), (50, torch.float16)])
+def test_the_penalty_has_no_scale(scale: float, dtype: torch.dtype) -> None:
+    layer = cpnorm.canonical_norm(nn.Linear(64, 64), rank=60, init="kaiming_normal", lambdas="normal")
+    expected = lambda_penalty(layer).item()
+    layer.to(dtype).lambdas.data *= scale
+    penalty = lambda_penalty(layer)
+    assert penalty.item() == pytest.approx(expected, rel=2e-3)
+    penalty.backward()
+    assert layer.lambdas.grad is not None
+    assert layer.lambdas.grad.isfinite().all()

@@ -144,3 +144,32 @@ def test_a_loss_that_is_still_alive_does_not_matter() -> None:
     assert loss.grad_fn is not None
     assert model[0].rank == 3
     assert all(p.requires_grad and p.is_leaf and p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_a_state_in_one_piece_is_an_error() -> None:
+    model = cpnorm.canonical_norm(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    optimizer, x = torch.optim.LBFGS(model.parameters()), torch.randn(4, 8)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    cpnorm.truncate(model, ranks=7, optimizer=optimizer)
+    optimizer.step(closure)
+    with pytest.raises(ValueError, match="cannot cut the state of LBFGS"):
+        cpnorm.truncate(model, ranks=4, optimizer=optimizer)
+    assert model[0].rank == 7
+
+
+def test_a_single_term_is_not_broadcast() -> None:
+    model = cpnorm.canonical_norm(nn.Linear(8, 8))
+    optimizer = torch.optim.ASGD(model.parameters())
+    for _ in range(2):
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+    cpnorm.truncate(model, ranks=1)
+    model(torch.randn(4, 8)).square().mean().backward()
+    with pytest.raises(RuntimeError, match="the optimizer has ax of shape"):
+        optimizer.step()

@@ -148,3 +148,27 @@ def test_a_bias_that_another_layer_shares_stays() -> None:
     cpnorm.truncate(model, ranks={"0": 3}, refit="outputs", data=[(x, x)])
     assert torch.equal(model[0].bias, bias)
     assert model[2].bias is model[0].bias
+
+
+class Both(nn.Module):
+    """Two layers with one weight and biases of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x), self.b(x)
+
+
+def test_tied_layers_keep_their_biases() -> None:
+    torch.manual_seed(0)
+    model = cpnorm.canonical_norm(Both())
+    x = 0.1 * torch.randn(512, 16) + torch.randn(16)
+    before, biases = model(x), [model.a.bias.detach().clone(), model.b.bias.detach().clone()]
+    cpnorm.truncate(model, rate=0.5, refit="outputs", data=[(x, x)])
+    errors = [((new - old).norm() / old.norm()).item() for new, old in zip(model(x), before, strict=True)]
+    assert torch.equal(model.a.bias, biases[0])
+    assert torch.equal(model.b.bias, biases[1])
+    assert max(errors) < 1.3 * min(errors)

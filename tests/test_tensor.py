@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import cpnorm
 from cpnorm.tensor import CPTensor, aligned, dense_from_terms, khatri_rao, split_modes, unit_columns
 
 SHAPES = [(5, 4), (6, 5, 3), (7, 4, 3, 2), (4, 3, 2, 3, 2), (3, 2, 2, 2, 2, 2), (1, 4, 1), (1, 1)]
@@ -238,3 +239,18 @@ def test_ranks_off_the_tensor_cores_give_the_same_on_a_gpu(rank):
     torch.testing.assert_close(cp.to("cuda").to_dense().cpu(), by_einsum(cp))
     padded = aligned(cp.to("cuda").factors[0])
     assert padded.shape[1] % 8 == 0
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e20])
+def test_norm_and_fit_have_no_scale(scale: float) -> None:
+    dense = torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(0))
+    cp = cpnorm.cp_power(dense, 8)
+    scaled = cpnorm.CPTensor(cp.sigma * scale, cp.lambdas, cp.factors)
+    assert scaled.fit(dense * scale) == pytest.approx(cp.fit(dense), abs=1e-5)
+    assert 0.1 < cp.fit(dense) < 0.95
+    assert scaled.norm().item() == pytest.approx(cp.norm().item() * scale, rel=1e-5)
+
+
+def test_the_norm_of_half_precision_is_not_infinite() -> None:
+    dense = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)).half()
+    assert cpnorm.cp_exact(dense).norm().item() == pytest.approx(dense.float().norm().item(), rel=0.01)

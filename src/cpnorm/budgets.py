@@ -69,7 +69,13 @@ def energy_lost(gram: Tensor, order: Tensor) -> Tensor:  # (R, R), (R,) -> (R,)
     """Squared error over the squared norm after 0, 1, ..., R - 1 terms have gone in this order."""
     gram, order = gram.double().cpu(), order.cpu()
     gone = gram[order][:, order].cumsum(0).cumsum(1).diagonal()
-    return torch.cat([gone.new_zeros(1), gone[:-1]]) / gram.sum().clamp_min(torch.finfo(gram.dtype).tiny)
+    return torch.cat([gone.new_zeros(1), gone[:-1].clamp_min(0)]) / energy(gram)
+
+
+def energy(gram: Tensor) -> Tensor:  # (R, R) -> ()
+    """The squared norm of all terms together; where they cancel, no less than the rounding of their sum."""
+    limits = torch.finfo(gram.dtype)
+    return gram.sum().clamp_min(limits.eps * gram.abs().sum()).clamp_min(limits.tiny)
 
 
 def terms_to_keep(rank: int, rate: float) -> int:
@@ -80,7 +86,8 @@ def terms_to_keep(rank: int, rate: float) -> int:
     >>> terms_to_keep(270, 0.9), terms_to_keep(571, 0.5), terms_to_keep(3, 0.99)
     (27, 286, 1)
     """
-    return max(1, rank - math.floor(rank * Fraction(str(rate))))  # 0.9 is 9/10 here; 270 * 0.9 is not 243 in floats
+    share = Fraction(float(rate)).limit_denominator(1_000_000)  # 0.9 is 9/10 here; 270 * 0.9 is not 243 in floats
+    return max(1, rank - math.floor(rank * share))
 
 
 # --- over all layers: where it costs least ------------------------------------------------------------------------

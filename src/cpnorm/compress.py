@@ -210,7 +210,7 @@ def _eliminate(layer: CPLayer, criterion: str, moments: Tensor | None) -> Elimin
     else:
         gram = layer.cp.to(torch.float64).gram() if moments is None else output_gram(layer, moments)
         if criterion == "gram":
-            return budgets.by_gram(gram / gram.sum().clamp_min(tiny))
+            return budgets.by_gram(gram / budgets.energy(gram))
         squares = gram.diagonal()
     return budgets.by_score(squares / squares.sum().clamp_min(tiny))
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -128,7 +129,7 @@ def plan(
     *,
     modes: Sequence[int] | None = None,
     training: bool = False,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     itemsize: int = 4,
 ) -> Plan:
     """Rebuild W or contract through the factors: what is cheaper for this layer, rank and input size.
@@ -148,6 +149,10 @@ def plan(
         dense_positions = positions
     else:
         assert isinstance(layer, nn.modules.conv._ConvNd)
+        if len(input_shape) == len(layer.kernel_size) + 1:
+            input_shape = (1, *input_shape)
+        if len(input_shape) != len(layer.kernel_size) + 2:
+            raise ValueError(f"expected the shape of one image or of a batch of them, got {tuple(input_shape)}")
         batch, space = input_shape[0], input_shape[2:]
         positions, positions_out = batch * math.prod(space), batch * math.prod(output_space(layer, space))
         inputs, outputs, groups = layer.in_channels, layer.out_channels, layer.groups
@@ -158,7 +163,9 @@ def plan(
     left, right = split_modes(weight)
     products = math.prod([weight[m] for m in left]) + math.prod([weight[m] for m in right])
     activations = positions * inputs + positions_out * outputs
-    per_byte, per_call, penalty = FLOPS_PER_BYTE[device], FLOPS_PER_CALL[device], DEPTHWISE_PENALTY[device]
+    kind = device if isinstance(device, str) and device in FLOPS_PER_BYTE else torch.device(device).type
+    kind = kind if kind == "cpu" else "cuda"  # other accelerators are taken for a GPU
+    per_byte, per_call, penalty = FLOPS_PER_BYTE[kind], FLOPS_PER_CALL[kind], DEPTHWISE_PENALTY[kind]
 
     def cost(matrix_flops: int, depthwise_flops: int, numbers: int, calls: int = 0) -> Cost:
         moved = passes * itemsize * numbers

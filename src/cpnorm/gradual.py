@@ -104,5 +104,8 @@ def lambda_penalty(model: nn.Module) -> Tensor:
 
 
 def _evenness(lambdas: Tensor) -> Tensor:  # (R,) -> ()
-    norm = torch.linalg.vector_norm(lambdas).clamp_min(torch.finfo(lambdas.dtype).tiny)
-    return lambdas.abs().sum() / (len(lambdas) ** 0.5 * norm)
+    sizes = lambdas.abs().to(torch.promote_types(lambdas.dtype, torch.float32))
+    largest = sizes.detach().amax()
+    sizes = sizes / torch.where(largest > 0, largest, 1.0)  # or squares leave the range
+    norm = torch.linalg.vector_norm(sizes).clamp_min(torch.finfo(sizes.dtype).tiny)
+    return (sizes.sum() / (len(sizes) ** 0.5 * norm)).to(lambdas.dtype)

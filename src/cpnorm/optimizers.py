@@ -22,6 +22,8 @@ def cut_states(
     optimizer: torch.optim.Optimizer, layers: Mapping[str, CPLayer], forms: Mapping[str, Fitted]
 ) -> list[tuple[State, State]]:
     """Each state of a lambda or a factor that has one, with what it should become; nothing is changed yet."""
+    if isinstance(optimizer, torch.optim.LBFGS) and optimizer.state and forms:
+        raise ValueError("cannot cut the state of LBFGS, which is of all parameters in one piece: make a new one")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     cuts = []
     for name, form in forms.items():
@@ -50,10 +52,10 @@ def _cut(key: str, value: Any, rank: int, kept: Tensor, name: str) -> Any:
 
 
 def watch_resized(parameters: Iterable[Tensor]) -> None:
-    """From now on a fused optimizer with state of another shape for one of these raises instead of stepping.
+    """From now on an optimizer of torch with state of another shape for one of these raises instead of stepping.
 
-    torch's other kernels raise by themselves. The fused ones trust the shape, and would use the state of other terms
-    or, where a parameter has grown, memory that is not theirs.
+    Most raise by themselves. Fused ones trust the shape, and would use the state of other terms or, where a parameter
+    has grown, memory that is not theirs; a single term is broadcast.
     """
     _resized().update(dict.fromkeys(parameters))
 
@@ -68,10 +70,14 @@ def _resized() -> WeakTensorKeyDictionary:
 def _refuse_stale_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    fused = [parameter for group in optimizer.param_groups if group.get("fused") for parameter in group["params"]]
-    for parameter in fused:
+    if not type(optimizer).__module__.startswith("torch.optim"):  # whose state may be of any shape
+        return
+    by_row_and_column = isinstance(optimizer, torch.optim.Adafactor)
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if parameter in _resized():
             for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape:
+                if not isinstance(value, Tensor) or value.numel() == 1 or (by_row_and_column and 1 in value.shape):
+                    continue
+                if value.shape != parameter.shape:
                     found = f"{key} of shape {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)}"
                     raise RuntimeError(f"the optimizer has {found}: give optimizer= to truncate, or make a new one")

@@ -19,8 +19,8 @@ def ranks_for_budget(
 ) -> dict[str, int]:
     """Ranks with which ``canonical_norm`` gives a plain model at most ``params`` parameters, biases and all.
 
-    Of all ranks that fit, those with the least sum of 1 / rank over the layers: whatever its size, a layer is a
-    bottleneck as narrow as its rank, and one term more is worth less the more there are. So ranks go with
+    Found greedily, with about the least sum of 1 / rank over the layers: whatever its size, a layer is a bottleneck as
+    narrow as its rank, and one term more is worth less the more there are. So ranks go with
     1 / sqrt(weights of a term), between one term and the exact rank, where a weight can be anything.
 
     Args:

@@ -86,7 +86,8 @@ def refit_outputs(
             instead = {p: value for name, form in done.items() for p, value in form.instead(layers[name]).items()}
             sums = _sums(model, twins, instead, inputs)
             holders = [module for module in model.modules() if module._parameters.get("bias") is layer.bias]
-            done[name] = _regress(layer, done[name], *sums, shift=layer.bias is not None and len(holders) == 1)
+            alone = layer.bias is not None and len(twins) == len(holders) == 1
+            done[name] = _regress(layer, done[name], *sums, shift=alone)
     return done
 
 

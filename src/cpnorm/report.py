@@ -140,6 +140,8 @@ def compare(
 def _energy_kept(before: CPTensor, after: CPTensor) -> float:
     wide = torch.promote_types(before.lambdas.dtype, torch.float32)
     old, new = before.to(wide).to_dense(), after.to(wide).to_dense()
+    largest = old.abs().amax().clamp_min(torch.finfo(wide).tiny)  # so that squares stay in range
+    old, new = old / largest, new / largest
     whole = old.square().sum(dtype=torch.float64).item()
     return 1 - (old - new).square().sum(dtype=torch.float64).item() / whole if whole else 1.0
 

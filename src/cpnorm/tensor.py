@@ -183,7 +183,7 @@ class CPTensor:
 
     def norm(self) -> Tensor:
         """The Frobenius norm of W, without building W."""
-        return self.gram().sum().clamp_min(0).sqrt()
+        return self.to(torch.float64).gram().sum().clamp_min(0).sqrt().to(self.lambdas.dtype)
 
     def cancellation(self) -> float:
         """Sum of the squared norms of the terms over that of W: 1 for orthogonal terms, large where terms cancel."""
@@ -195,9 +195,15 @@ class CPTensor:
         expect(dense, Tensor, "a tensor")
         if tuple(dense.shape) != self.shape:
             raise ValueError(f"expected a tensor of shape {self.shape}, got {tuple(dense.shape)}")
-        size = torch.linalg.vector_norm(dense).item()
-        error = torch.linalg.vector_norm(dense - self.to_dense()).item()
-        return 1.0 - error / size if size else float(error == 0)
+        wide = torch.promote_types(dense.dtype, torch.float32)
+        dense, made = dense.to(wide), self.to_dense().to(wide)
+        largest = dense.abs().amax()  # dividing by it first keeps squares of tiny and huge entries in range
+        if largest == 0:
+            return float(not made.any())
+        return (
+            1.0
+            - (torch.linalg.vector_norm((dense - made) / largest) / torch.linalg.vector_norm(dense / largest)).item()
+        )
 
     def select(self, terms: Tensor) -> CPTensor:
         """Only these terms (indices, or a mask of length R), in the order given."""
