@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import laws
-from cpnorm import canonical_norm, checkpoint
+from cpnorm import canonical_norm, checkpoint, fold
 from cpnorm.checkpoint import load, read_metadata, save
 from laws import CASES, Case
 
@@ -422,3 +422,20 @@ def test_damaged_files_raise_or_fit(data: st.DataObject) -> None:
         assert loaded(torch.ones(3)).shape == (2,)
     finally:
         path.unlink()
+
+
+def test_metadata_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    layer, path = canonical_norm(nn.Linear(8, 4)), tmp_path / "layer.safetensors"
+    save(layer, path)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="expected at most 8388608 bytes of names and metadata"):
+        save(layer, path, metadata={"long": "x" * 9_000_000})
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_a_loaded_layer_remembers_its_class(tmp_path: Path) -> None:
+    attention = canonical_norm(nn.MultiheadAttention(8, 2))
+    save(attention, tmp_path / "attention.safetensors")
+    loaded = load(tmp_path / "attention.safetensors", nn.MultiheadAttention(8, 2))
+    assert type(fold(loaded).out_proj) is type(nn.MultiheadAttention(8, 2).out_proj)

@@ -251,5 +251,15 @@ def test_what_is_said_of_one_tied_layer_is_said_of_both():
     model = cpnorm.canonical_norm(tied(), rank={"2": 3}, modes={"2": (8, 2, 4)})
     assert model[0].rank == model[2].rank == 3
     assert model[0].modes == (8, 2, 4)
+    assert cpnorm.canonical_norm(tied(), modes={"0": [8, 2, 4], "2": (8, 2, 4)})[2].modes == (8, 2, 4)
+    with pytest.raises(ValueError, match=r"rank says 1 and 1\.0"):
+        cpnorm.canonical_norm(tied(), rank={"0": 1, "2": 1.0})
     with pytest.raises(ValueError, match="0 and 2 share a weight, but rank says 2 and 5"):
         cpnorm.canonical_norm(tied(), rank={"0": 2, "2": 5})
+
+
+def test_folded_inside_autocast_the_precision_stays():
+    layer = cpnorm.canonical_norm(nn.Linear(8, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        cpnorm.fold(layer)
+    assert layer.weight.dtype == torch.float32

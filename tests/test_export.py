@@ -151,3 +151,23 @@ def test_torch_export_of_canonical_and_factorised_models() -> None:
     for candidate in (model, factorize(model, image(2), measure=False, forms=forms)):
         program = torch.export.export(candidate, (image(2),), dynamic_shapes=({0: batch},))
         laws.close(program.module()(image(5)), expected, 1e-5)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).masked_fill(torch.tensor([True, False, False, False]), float("-inf"))
+
+
+def test_infinities_are_compared_as_they_are(tmp_path: Path) -> None:
+    export_onnx(canonical_norm(Masked()), torch.randn(2, 4), tmp_path / "masked.onnx")
+    assert (tmp_path / "masked.onnx").exists()
+
+
+def test_exported_inside_autocast(tmp_path: Path) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        export_onnx(canonical_norm(nn.Linear(4, 4)), torch.randn(2, 4), tmp_path / "linear.onnx")
+    assert (tmp_path / "linear.onnx").exists()

@@ -166,6 +166,8 @@ def test_relus_run_in_place_where_nobody_else_looks() -> None:
                 self.other.append(relu)
 
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            if self.also == "nothing":
+                return self.other(self.body(x)), x
             kept = []
             for layer in self.body:
                 kept.append(x)
@@ -555,3 +557,99 @@ def test_padding_of_the_output_where_the_kernel_is_one_wide() -> None:
     canonical_norm(layer)
     for form in forms_of(layer):
         close(factorize(layer, x, forms={"": form}, measure=False)(x), expected, 1e-5)
+
+
+class ByClass(nn.Module):
+    """Treats linear layers in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(256, 256), nn.Linear(256, 256)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu() if isinstance(layer, nn.Linear) else layer(x)
+        return x
+
+
+@pytest.mark.parametrize("measure", [False, True])
+def test_a_model_that_asks_for_classes_stays_dense(measure: bool) -> None:
+    model, x = canonical_norm(ByClass(), rank=4), torch.randn(8, 256)
+    choice = choose_forms(model, x, measure=measure, goal="weights")
+    assert {(layer.form, layer.reason) for layer in choice.layers.values()} == {
+        ("dense", "the model treats layers by their class")
+    }
+    close(choice.apply(model)(x), model(x), 1e-5)
+    with pytest.raises(ValueError, match="computes something else in these forms"):
+        factorize(model, x, forms={"layers.0": "low-rank"})
+
+
+class ByHand(nn.Module):
+    """Calls the layers of a Sequential one by one, and in training reads what is between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+        self.head = nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        between = self.body[0](x)
+        y = self.body[1](between)
+        return (y, self.head(between)) if self.training else (y,)
+
+
+def test_what_others_may_read_is_not_overwritten() -> None:
+    model, x = canonical_norm(ByHand(), rank=4), torch.randn(8, 64)
+    small = factorize(model, x, measure=False)
+    for got, wanted in zip(small.train()(x), model.train()(x), strict=True):
+        close(got, wanted, 1e-5)
+
+
+class Listed(nn.Module):
+    """Keeps its layers in a list of its own, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+        self.steps = [self.a, self.b]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.steps:
+            x = step(x)
+        return x
+
+
+def test_every_reference_to_a_layer_is_to_its_chain() -> None:
+    model, x = canonical_norm(Listed(), rank=4), torch.randn(8, 64)
+    small = factorize(model, x, goal="weights", measure=False)
+    close(small(x), model(x), 1e-5)
+    assert small.steps[0] is small.a
+    for parameter in small.parameters():
+        parameter.data.zero_()
+    assert not small(x).any()
+
+
+def test_made_in_inference_mode_it_can_be_trained() -> None:
+    model, x = canonical_norm(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), rank=4), torch.randn(8, 64)
+    with torch.inference_mode():
+        small = factorize(model, x, goal="weights", measure=False)
+    small(x).sum().backward()
+    assert all(p.grad is not None for p in small.parameters())
+
+
+class InAutocast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.b(self.a(input=x)).float()
+
+
+def test_precisions_and_names_of_calls() -> None:
+    model, x = canonical_norm(InAutocast(), rank=4), torch.randn(8, 64)
+    choice = choose_forms(model, x, goal="weights", measure=False)
+    assert choice.layers["a"].form == "low-rank"
+    assert choice.layers["b"].reason == "called in another precision than its own"
+    close(choice.apply(model)(x), model(x), 0.02)

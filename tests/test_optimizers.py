@@ -173,3 +173,33 @@ def test_a_single_term_is_not_broadcast() -> None:
     model(torch.randn(4, 8)).square().mean().backward()
     with pytest.raises(RuntimeError, match="the optimizer has ax of shape"):
         optimizer.step()
+
+
+class Own(torch.optim.Adam):
+    """Not torch's own, and fused."""
+
+
+def test_fused_optimizers_of_others_are_watched_too() -> None:
+    model = cpnorm.canonical_norm(nn.Linear(8, 8))
+    optimizer = Own(model.parameters(), fused=True)
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    cpnorm.truncate(model, ranks=4)
+    model(torch.randn(4, 8)).square().mean().backward()
+    with pytest.raises(RuntimeError, match="the optimizer has exp_avg of shape"):
+        optimizer.step()
+
+
+def test_a_new_lbfgs_steps_twice() -> None:
+    model, x = cpnorm.canonical_norm(nn.Linear(8, 8)), torch.randn(4, 8)
+    cpnorm.truncate(model, ranks=4)
+    optimizer = torch.optim.LBFGS([model.lambdas, model.sigma])
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)

@@ -54,8 +54,10 @@ def calls_of(model: nn.Module, dense: nn.Module, example_input: Inputs) -> dict[
         tie = "it has hooks" if has_hooks(layer) else tie
 
         def note(*args: Any, **kwargs: Any) -> None:
-            (x,), more = args[:1] or (torch.empty(0),), len(args) > 1 or bool(kwargs)
-            odd = "called with more than one tensor" if more else "" if x.numel() else "called on an empty tensor"
+            x, *more = (*args, *kwargs.values()) or (torch.empty(0),)
+            odd = "" if x.numel() else "called on an empty tensor"
+            odd = "called in another precision than its own" if x.dtype != layer.lambdas.dtype else odd
+            odd = "called with more than one tensor" if more or kwargs.keys() - {"input"} else odd
             calls[leader].append(Call(tuple(x.shape), x.stride(), x.dtype, tie or odd))
 
         def read(attribute: str) -> None:

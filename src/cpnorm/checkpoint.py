@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cpnorm.arguments import expect, expect_model
 from cpnorm.contract import weight_shape
-from cpnorm.convert import fold, is_plainly
+from cpnorm.convert import become_canonical, fold, is_plainly
 from cpnorm.fileformat import Content, Shape, StoredLayer, join, opened, read_content, write
 from cpnorm.layers import CANONICAL_TYPES, CPLayer
 from cpnorm.tensor import CPTensor
@@ -191,8 +191,7 @@ def _take_form(content: Content, tensors: Mapping[str, Tensor], model: nn.Module
         if isinstance(layer, CPLayer) and layer.modes == found.modes:
             canonical.replace_terms(cp)
         else:
-            fold(layer).__class__ = kind
-            canonical.hold(cp)
+            become_canonical(fold(layer), cp)
         canonical.path, canonical.columns_are_unit = found.path, False
         twin = cast(CPLayer, leader)
         canonical.share_terms(twin)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from typing import TypeVar, cast
 
@@ -90,7 +91,7 @@ def canonical_norm(
     first: dict[int, CPLayer] = {}
     for layer in layers.values():
         key = id(layer.weight)
-        canonical = _become_canonical(layer, forms[key])
+        canonical = become_canonical(layer, forms[key])
         twin = first.setdefault(key, canonical)
         canonical.share_terms(twin)
     return model
@@ -160,7 +161,9 @@ def fold(model: Module) -> Module:
     tied: dict[int, nn.Parameter] = {}
     for module in layers:  # all that takes memory first: if there is not enough of it, the model stays as it was
         if (key := id(module.lambdas)) not in tied:
-            dense = module.weight.detach().contiguous().clone()
+            kind = module.lambdas.device.type
+            with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
+                dense = module.weight.detach().contiguous().clone()
             tied[key] = nn.Parameter(dense, requires_grad=module.lambdas.requires_grad)
     for module in layers:
         key = id(module.lambdas)
@@ -257,9 +260,13 @@ def _told_to_twins(option: str, named: Mapping[str, Value], layers: Mapping[str,
     said: dict[int, tuple[str, Value]] = {}
     for name, value in named.items():
         first, before = said.setdefault(id(layers[name].weight), (name, value))
-        if first != name and before != value:
+        if first != name and repr(_plain_value(before)) != repr(_plain_value(value)):  # 1 term is not 1.0 of them
             raise ValueError(f"{first} and {name} share a weight, but {option} says {before} and {value}")
     return {name: said[id(layer.weight)][1] for name, layer in layers.items() if id(layer.weight) in said}
+
+
+def _plain_value(value: object) -> object:
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 def modes_of(name: str, layer: nn.Module, modes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
@@ -293,7 +300,7 @@ def _resolve_rank(
     return min(terms, exact) if whole_model and not isinstance(rank, Mapping) else terms
 
 
-def _become_canonical(layer: nn.Module, cp: CPTensor) -> CPLayer:
+def become_canonical(layer: nn.Module, cp: CPTensor) -> CPLayer:
     """Swap the class of the object, as torch's own parametrizations do, so that every reference to it stays good."""
     was = type(layer)
     layer.__class__ = next(kind for kind in CANONICAL_TYPES if isinstance(layer, kind.plain))

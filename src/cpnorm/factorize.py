@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from cpnorm.race import race
 Goal = Literal["time", "weights"]
 
 GAIN = 0.95  # a chain must take less than this share of the dense layer's time: anything closer is noise
+ROUNDING = 0.05  # of the largest output: a network may run in bfloat16 inside, and a wrong way is farther off
 HOPELESS = 2.0  # a chain modelled at more than this multiple of the cheapest is not timed
 
 
@@ -104,6 +106,7 @@ class Factorization:
         return "\n".join([*lines, f"{last}  {'light ReLUs' if self.light_relus else ''}".rstrip()])
 
 
+@torch.inference_mode(False)
 def choose_forms(
     model: nn.Module,
     example_input: Inputs,
@@ -150,6 +153,13 @@ def choose_forms(
             if key not in compared:
                 compared[key] = _compare(layer, module, calls[name], layout, by_hand, measure, goal)
             picks[channels_last][name] = compared[key]
+    for channels_last, chosen in picks.items():
+        plain = plain_copy(model, {name: layer.form for name, layer in chosen.items()}, channels_last).eval()
+        if not _computes_as(plain, dense, example_input):
+            if asked:
+                raise ValueError("the model computes something else in these forms: it treats layers by their class")
+            reason = "the model treats layers by their class"
+            picks[channels_last] = {name: replace(layer, form="dense", reason=reason) for name, layer in chosen.items()}
     light_relus = _may_lighten(dense, example_input)
     if not measure:
         return Factorization(picks[layouts[-1]], layouts[-1], light_relus, {})
@@ -168,10 +178,56 @@ def _runs_channels_last(dense: nn.Module, example_input: Inputs) -> bool:
     return True
 
 
+def _computes_as(plain: nn.Module, dense: nn.Module, example_input: Inputs) -> bool:
+    """Whether it gives the dense model's outputs, up to rounding; nobody can tell of a model that draws at random."""
+    expected, again = (pytree.tree_leaves(run(dense, example_input)) for _ in range(2))
+    try:
+        outputs = pytree.tree_leaves(run(plain, example_input))
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError):
+        return False
+    for got, wanted, other in zip(outputs, expected, again, strict=True):
+        if isinstance(wanted, Tensor) and wanted.is_floating_point() and torch.equal(wanted, other) and wanted.numel():
+            size = wanted.double().nan_to_num(0, 0, 0).abs().amax().item()
+            near = got.shape == wanted.shape and torch.allclose(
+                got.double(), wanted.double(), rtol=0, atol=ROUNDING * size, equal_nan=True
+            )
+            if not near:
+                return False
+    return True
+
+
+def _called_by_hand(model: nn.Module, example_input: Inputs) -> bool:
+    """Whether somebody calls a layer of a Sequential outside of it, and may see what it makes."""
+    inside: Counter[nn.Module] = Counter()
+    found: list[nn.Module] = []
+    handles = []
+    for sequence in model.modules():
+        if isinstance(sequence, nn.Sequential):
+
+            def enter(module: nn.Module, _: Any) -> None:
+                inside[module] += 1
+
+            def leave(module: nn.Module, *_: Any) -> None:
+                inside[module] -= 1
+
+            def called(layer: nn.Module, _: Any, sequence: nn.Module = sequence) -> None:
+                if not inside[sequence]:
+                    found.append(layer)
+
+            handles += [sequence.register_forward_pre_hook(enter), sequence.register_forward_hook(leave)]
+            handles += [layer.register_forward_pre_hook(called) for layer in sequence]
+    try:
+        run(model, example_input)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return bool(found)
+
+
 def _may_lighten(dense: nn.Module, example_input: Inputs) -> bool:
     """Whether the outputs stay what they are with light ReLUs: another reader of what these overwrite would show."""
     twin = copy.deepcopy(dense)
-    if not lighten_relus(twin):
+    if _called_by_hand(twin, example_input) or not lighten_relus(twin):
         return False
     outputs = (pytree.tree_leaves(run(model, example_input)) for model in (dense, twin))
     return all(not isinstance(y, Tensor) or torch.equal(y, z) for y, z in zip(*outputs, strict=True))

@@ -90,6 +90,8 @@ def write(
         save_file(tensors, draft, {"format": "pt", "cpnorm": text})
         os.chmod(draft, mode)
         with open(draft, "rb+") as file:
+            if (size := int.from_bytes(file.read(8), "little")) > LARGEST_HEADER:
+                raise ValueError(f"expected at most {LARGEST_HEADER} bytes of names and metadata, got {size}")
             os.fsync(file.fileno())
         os.replace(draft, path)
     except SafetensorError as error:

@@ -48,8 +48,8 @@ def run(model: nn.Module, inputs: Any, instead: Instead | None = None) -> Any:
     by_name = {key: _beside(model, value) for key, value in inputs.items()} if isinstance(inputs, dict) else {}
     in_order = () if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple) else (inputs,)
     arguments = tuple(_beside(model, value) for value in in_order)
-    # By the places of the parameters in modules, each visited once: torch's own tie_weights=True puts tensors into the
-    # submodules that layers share, such as the factors of tied canonical layers, and forgets to take them out again.
+    # By the places of the parameters in modules, each visited once: torch's own tie_weights=True puts tensors into
+    # submodules that others share, and forgets to take them out again.
     places = {
         f"{name}.{key}".lstrip("."): instead[parameter]
         for name, module in (model.named_modules() if instead else ())

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 State = dict[str, Any]
 
 
+@torch.inference_mode(False)
 def cut_states(
     optimizer: torch.optim.Optimizer, layers: Mapping[str, CPLayer], forms: Mapping[str, Fitted]
 ) -> list[tuple[State, State]]:
@@ -52,7 +53,7 @@ def _cut(key: str, value: Any, rank: int, kept: Tensor, name: str) -> Any:
 
 
 def watch_resized(parameters: Iterable[Tensor]) -> None:
-    """From now on an optimizer of torch with state of another shape for one of these raises instead of stepping.
+    """From now on an optimizer with state of another shape for one of these raises instead of stepping.
 
     Most raise by themselves. Fused ones trust the shape, and would use the state of other terms or, where a parameter
     has grown, memory that is not theirs; a single term is broadcast.
@@ -68,16 +69,15 @@ def _resized() -> WeakTensorKeyDictionary:
 
 
 def _refuse_stale_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or isinstance(optimizer, torch.optim.LBFGS):  # whose state is of no one parameter
         return
-    if not type(optimizer).__module__.startswith("torch.optim"):  # whose state may be of any shape
-        return
+    torchs = type(optimizer).__module__.startswith("torch.optim")  # others' state may be of any shape
     by_row_and_column = isinstance(optimizer, torch.optim.Adafactor)
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if parameter in _resized():
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if not isinstance(value, Tensor) or value.numel() == 1 or (by_row_and_column and 1 in value.shape):
-                    continue
-                if value.shape != parameter.shape:
-                    found = f"{key} of shape {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)}"
-                    raise RuntimeError(f"the optimizer has {found}: give optimizer= to truncate, or make a new one")
+    groups = [group for group in optimizer.param_groups if torchs or group.get("fused")]
+    for parameter in (parameter for group in groups for parameter in group["params"]):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor) or value.ndim == 0 or value.shape == parameter.shape:
+                continue  # first of all, what costs little: this is done before every step
+            if parameter in _resized() and not (by_row_and_column and 1 in value.shape):
+                found = f"{key} of shape {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)}"
+                raise RuntimeError(f"the optimizer has {found}: give optimizer= to truncate, or make a new one")

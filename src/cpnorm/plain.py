@@ -21,36 +21,30 @@ MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dimensions of a convolution's weight
 
 
+@torch.inference_mode(False)
 def plain_copy(model: nn.Module, forms: Mapping[str, str], channels_last: bool, light_relus: bool = False) -> nn.Module:
     """The model with its canonical layers as chains, or folded; what was shared or tied stays so."""
     twin = copy.deepcopy(model)
     first = {id(layer.lambdas): name for name, layer in canonical_layers(twin).items()}
     leaders: dict[int, nn.Sequential] = {}  # by the id of the lambdas: tied layers share the weights of one chain
-    built: dict[int, nn.Sequential] = {}  # by the id of the layer: one object in several places stays one
-    for name, layer in list(twin.named_modules(remove_duplicate=False)):
+    chains: list[tuple[CPLayer, nn.Sequential]] = []
+    for layer in twin.modules():
         if not isinstance(layer, CPLayer) or forms[first[id(layer.lambdas)]] == "dense":
             continue
-        if id(layer) not in built:
-            built[id(layer)] = plain = chain(layer, forms[first[id(layer.lambdas)]])
-            leader = leaders.setdefault(id(layer.lambdas), plain)
-            for step, owner in zip(plain.modules(), leader.modules(), strict=True):
-                if "weight" in owner._parameters:
-                    step.weight = owner.weight
-                if step._parameters.get("bias") is not None:
-                    step.bias = layer.bias  # frozen or shared as it was
-        twin = _replaced(twin, name, built[id(layer)])
+        plain = chain(layer, forms[first[id(layer.lambdas)]])
+        leader = leaders.setdefault(id(layer.lambdas), plain)
+        for step, owner in zip(plain.modules(), leader.modules(), strict=True):
+            if "weight" in owner._parameters:
+                step.weight = owner.weight
+            if step._parameters.get("bias") is not None:
+                step.bias = layer.bias  # frozen or shared as it was
+        chains.append((layer, plain))
+    for layer, plain in chains:  # the object stays: whoever knows it, knows the chain
+        layer.__class__, layer.__dict__ = type(plain), plain.__dict__  # type: ignore[assignment]
     if light_relus:
         lighten_relus(twin)
     leave_out_dropout(twin)
     return with_layout(fold(twin), channels_last)
-
-
-def _replaced(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
-    parent, _, child = name.rpartition(".")
-    if not name:
-        return module
-    model.get_submodule(parent).register_module(child, module)
-    return model
 
 
 def lighten_relus(model: nn.Module) -> bool:
@@ -63,7 +57,7 @@ def lighten_relus(model: nn.Module) -> bool:
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     lighter = False
     for sequence in model.modules():
-        if not isinstance(sequence, nn.Sequential):
+        if not isinstance(sequence, nn.Sequential) or type(sequence).forward is not nn.Sequential.forward:
             continue
         for i, (relu, pool) in enumerate(pairwise(list(sequence))):
             heard = has_hooks(relu) or has_hooks(pool)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import cpnorm
+from cpnorm.lab import ahead as ahead_module
 from cpnorm.lab.ahead import WeightsAhead, has_kernel, rebuilding_layers, rebuilt_weight
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -74,3 +75,15 @@ def test_release_gives_the_layers_their_weight_back() -> None:
     ahead.release()
     model[0].sigma.data *= 2
     torch.testing.assert_close(model[0].weight, model[0].cp.to_dense())
+
+
+def test_weights_and_layers_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where some layers are rebuilt together, whatever their order."""
+    model = network()
+    layers = list(cpnorm.canonical_layers(model).values())
+    monkeypatch.setattr(ahead_module, "has_kernel", lambda layer: layer is not layers[0])
+    monkeypatch.setattr(ahead_module, "kernel_rebuild", lambda some, _: tuple(layer.weight for layer in some))
+    monkeypatch.setattr(ahead_module, "AT_ONCE", 1)
+    ahead = WeightsAhead(layers, "fp32", rebuilt_weight)
+    ahead.rebuild()
+    assert all(torch.equal(layer.ahead, layer.cp.to_dense().reshape(layer.ahead.shape)) for layer in layers)

@@ -122,10 +122,10 @@ def test_compress_and_export(trained: Path, tmp_path: Path, images: ImageSet) ->
     assert torch.allclose(torch.from_numpy(outputs), expected, atol=1e-4)
     assert expected.std() > 0.01  # or the comparisons say nothing
 
-    few = json.loads(run("export", small, "--onnx", onnx, "--factorize", "--goal", "weights", "--json")[0])
+    few = json.loads(run("export", small, "--onnx", onnx, "--goal", "weights", "--json")[0])
     dense, _ = run("export", small, "--onnx", onnx)
     assert few["weights"] < 1.2 * few["weights_of_run"]
-    assert f"the run has {record['weights']:,}: --factorize --goal weights keeps layers small" in dense
+    assert f"the run has {record['weights']:,}: --goal weights keeps layers small" in dense
 
 
 # --- stops and kills --------------------------------------------------------------------------------------------------

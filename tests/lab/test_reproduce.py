@@ -143,7 +143,7 @@ def test_a_failing_row_does_not_stop_the_others(tmp_path: Path, tiny: None, monk
         raise RuntimeError("no")
 
     monkeypatch.setattr(reproduce, "start", broken)
-    with pytest.raises(RunError, match="tiny/cut failed; the other rows are done"):
+    with pytest.raises(RunError, match="tiny/cut failed; 1 runs are missing"):
         run(tmp_path, seeds=1)
     left = reproduce.missing_jobs(["tiny"], [0], Results(tmp_path / "results"))
     assert [str(job) for job in left] == ["tiny/cut, seed 0"]

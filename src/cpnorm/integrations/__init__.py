@@ -6,9 +6,12 @@ Accelerate, DDP and plain loops need none: ``cpnorm.renormalize_after(optimizer,
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from cpnorm.convert import canonical_layers
+from cpnorm.tensor import CPTensor
 
 
 def scalars(model: nn.Module) -> dict[str, float]:
@@ -27,3 +30,12 @@ def one_process(processes: int) -> None:
     """DDP keeps the shapes it was built with: a model that loses terms while training must be in one process."""
     if processes > 1:
         raise ValueError(f"expected one process for a truncation while training, got {processes}: truncate beforehand")
+
+
+def take_ranks(model: nn.Module, state: dict[str, Any], *_: Any) -> None:
+    """A checkpoint fits a model of its ranks, fewer or more than there are now."""
+    for name, layer in canonical_layers(model).items():
+        found = [state.get(f"{name}.{own}") for own, p in layer.named_parameters() if p is not layer.bias]
+        terms = [value for value in found if value is not None]
+        if len(terms) == len(layer.factors) + 2 and len(terms[1]) != layer.rank:
+            layer.replace_terms(CPTensor(terms[0], terms[1], tuple(terms[2:])))

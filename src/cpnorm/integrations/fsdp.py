@@ -31,6 +31,6 @@ def shard(model: Module, mesh: DeviceMesh, **options: Any) -> Module:
             distributed.all_reduce(sigma.grad, group=group)
         sigma.grad /= mesh.size()
 
-    for sigma in sigmas:
+    for sigma in (sigma for sigma in sigmas if sigma.requires_grad):
         sigma.register_post_accumulate_grad_hook(average)
     return model

@@ -9,7 +9,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
 from cpnorm import GradualTruncation, renormalize
-from cpnorm.integrations import one_process, scalars
+from cpnorm.integrations import one_process, scalars, take_ranks
 
 
 class CanonicalCallback(TrainerCallback):
@@ -22,6 +22,7 @@ class CanonicalCallback(TrainerCallback):
     def __init__(self, trainer: Trainer, *, steps: int | None = None, **budget: Any) -> None:
         self.trainer, self.steps, self.budget = trainer, steps, budget
         self.gradual: GradualTruncation | None = None
+        trainer.model.register_load_state_dict_pre_hook(take_ranks)
 
     def on_train_begin(self, *_: Any, model: nn.Module, optimizer: Any, **__: Any) -> None:
         if self.steps is not None:

@@ -6,8 +6,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from cpnorm import CPTensor, GradualTruncation, canonical_layers, renormalize_after
-from cpnorm.integrations import one_process, scalars
+from cpnorm import GradualTruncation, renormalize_after
+from cpnorm.integrations import one_process, scalars, take_ranks
 
 
 class CanonicalCallback(Callback):
@@ -19,7 +19,7 @@ class CanonicalCallback(Callback):
         self.resumed: dict[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        pl_module.register_load_state_dict_pre_hook(_take_ranks)
+        pl_module.register_load_state_dict_pre_hook(take_ranks)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.handles = [renormalize_after(optimizer, pl_module) for optimizer in trainer.optimizers]
@@ -42,12 +42,3 @@ class CanonicalCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.resumed = state_dict
-
-
-def _take_ranks(model: LightningModule, state: dict[str, Any], *_: Any) -> None:
-    """A checkpoint fits a model of its ranks, fewer or more than there are now."""
-    for name, layer in canonical_layers(model).items():
-        found = [state.get(f"{name}.{own}") for own, p in layer.named_parameters() if p is not layer.bias]
-        terms = [value for value in found if value is not None]
-        if len(terms) == len(layer.factors) + 2 and len(terms[1]) != layer.rank:
-            layer.replace_terms(CPTensor(terms[0], terms[1], tuple(terms[2:])))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import cpnorm
 from cpnorm import CPLayer
 
+AT_ONCE = 5  # layers in one launch: triton takes 4 s to compile that, and 50 s for 20
 Rebuild = Callable[[CPLayer, str], Tensor]
 
 
@@ -85,8 +86,8 @@ class WeightsAhead:
 
     def rebuild(self) -> None:
         """Hold every layer's W ready."""
-        if self.together:
-            self.weights += kernel_rebuild(self.together, self.precision)
+        for start in range(0, len(self.together), AT_ONCE):
+            self.weights += kernel_rebuild(self.together[start : start + AT_ONCE], self.precision)
         self.weights += [self.rebuild_one(layer, self.precision) for layer in self.others]
         for layer, weight in zip(self.layers, self.weights, strict=True):
             layer.ahead = weight.detach().requires_grad_()

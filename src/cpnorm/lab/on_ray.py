@@ -68,7 +68,8 @@ def reproduce_on_ray(
                     ray.cancel(ref)  # a run in progress sees an interrupt, and saves
                 told = True
     if failed and not stop:
-        raise RunError(f"{', '.join(dict.fromkeys(failed))} failed; the other rows are done")
+        left = len(missing_jobs(keys, seeds, Results(results)))
+        raise RunError(f"{', '.join(dict.fromkeys(failed))} failed; {left} runs are missing")
     return missing_jobs(keys, seeds, Results(results))
 
 

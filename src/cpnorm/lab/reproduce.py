@@ -243,7 +243,8 @@ def reproduce(
     if stop:
         announce(f"stopped: {stop.reason}")
     elif failures:
-        raise RunError(f"{', '.join(failures)} failed; the other rows are done") from next(iter(failures.values()))
+        left = len(missing_jobs(keys, seeds, store))
+        raise RunError(f"{', '.join(failures)} failed; {left} runs are missing") from next(iter(failures.values()))
     return missing_jobs(keys, seeds, store)
 
 
