@@ -144,3 +144,8 @@ def test_a_rate_may_be_a_tensor_or_come_from_a_subtraction() -> None:
     assert budgets.terms_to_keep(10, torch.tensor(0.5)) == 5
     assert budgets.terms_to_keep(10, 1 - 0.9) == 9
     assert budgets.terms_to_keep(270, 1 / 3) == 180
+
+
+def test_rounding_gives_no_energy_back() -> None:
+    gram = torch.tensor([[1.0, -1, 0], [-1, 1 - 1e-12, 0], [0, 0, 1e-6]], dtype=torch.float64)
+    assert budgets.energy_lost(gram, torch.arange(3)).tolist() == [0.0, pytest.approx(1e6), 0.0]

@@ -201,5 +201,7 @@ def test_a_new_lbfgs_steps_twice() -> None:
         loss.backward()
         return loss
 
+    before = closure().item()
     for _ in range(2):
         optimizer.step(closure)
+    assert closure().item() < before

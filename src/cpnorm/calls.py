@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from cpnorm.convert import canonical_layers
 from cpnorm.layers import CPLayer
-from cpnorm.observe import has_hooks
 
 Inputs = Tensor | tuple[Any, ...] | dict[str, Any]
 Shape = tuple[int, ...]
@@ -39,6 +38,12 @@ def run(model: nn.Module, inputs: Inputs) -> Any:
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody wants to hear of its calls, or to change them."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in kinds)
 
 
 def calls_of(model: nn.Module, dense: nn.Module, example_input: Inputs) -> dict[str, list[Call]]:

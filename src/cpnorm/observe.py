@@ -37,12 +37,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = flag
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody wants to hear of its calls, or to change them."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for kind in kinds)
-
-
 def run(model: nn.Module, inputs: Any, instead: Instead | None = None) -> Any:
     """The model's output, with other tensors instead of some parameters; a tuple or dict is several arguments."""
     by_name = {key: _beside(model, value) for key, value in inputs.items()} if isinstance(inputs, dict) else {}

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from cpnorm.calls import has_hooks
 from cpnorm.convert import canonical_layers, fold
 from cpnorm.forms import chain
 from cpnorm.layers import CPLayer
-from cpnorm.observe import has_hooks
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)

@@ -71,6 +71,14 @@ def test_it_truncates_on_schedule(tmp_path: Path) -> None:
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
+def test_weights_from_before_a_truncation_are_loaded(tmp_path: Path) -> None:
+    whole = Classifier().state_dict()
+    model = fit(tmp_path, 3, steps=2, params=700).model
+    assert model.net[3].rank < 10
+    model.load_state_dict(whole)
+    assert largest_difference(model.state_dict(), whole) == 0
+
+
 def gpt2(config: dict[str, Any] | None = None) -> Any:
     settings = {"vocab_size": 60, "n_positions": 16, "n_embd": 24, "n_layer": 1, "n_head": 2}
     settings |= {"bos_token_id": 0, "eos_token_id": 0}

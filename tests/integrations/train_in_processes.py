@@ -42,6 +42,11 @@ def main(folder: Path) -> None:
     sigma = model[0].sigma.detach().clone()
     distributed.all_reduce(sigma)
     assert sigma == 2 * model[0].sigma, "the processes hold different sigmas"
+    frozen = network()
+    frozen[0].requires_grad_(False)
+    frozen = shard(frozen, torch.distributed.init_device_mesh("cpu", (distributed.get_world_size(),)))
+    train(frozen, frozen)
+    assert frozen[0].sigma == network()[0].sigma != model[0].sigma
     if distributed.get_rank() == 0:
         torch.save({"ddp": ddp, "fsdp": fsdp}, folder / "states.pt")
     distributed.barrier()  # nobody takes the connections down while another still uses them

@@ -179,6 +179,12 @@ class TestClaims:
         claim = self.answers(records_of(tmp_path, *groups[:2], vague))["compression"]
         assert "CIFAR-10: 25 % of the terms go without a loss." in claim.explanation
 
+    def test_a_compressed_network_is_compared_with_the_one_that_was_cut(self, tmp_path):
+        cut = [line | {"compress": {"accuracy_before": 86.25}} for line in lines("compress-cifar10/25", 88.0)]
+        claim = self.answers(records_of(tmp_path, lines("cifar10/cp-sgd", 88.3), cut))["compression"]
+        column = [column.group or column.name for column in claim.grid.columns].index("− the network cut")
+        assert claim.grid.rows[0][column].text == "+1.75"
+
     def test_against_tai(self, tmp_path):
         groups = [lines("tai/canonical-91", 83.9), lines("tai/low-rank-90", 83.0)]
         claim = self.answers(records_of(tmp_path, *groups))["tai"]
