@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import cpnorm
+from cpnorm.lab import ahead
+from cpnorm.lab.rmsprop import FusedRMSprop
 from cpnorm.tensor import UnitTerms, dense_from_terms, unit_columns
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -16,21 +20,34 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 pytestmark = [] if INTERPRETED else pytest.mark.gpu
 
 SIZES = [(3, 1), (3, 1626), (16, 129), (17, 8), (192, 571), (1024, 5), (1025, 9), (4096, 1024), (5000, 3)]
-# Outputs, inputs, kernel and rank of the layers that are rebuilt at once.
-LAYERS = {
-    "one": [(70, 40, (3, 3), 45)],
+Shape = tuple[int, int, tuple[int, ...], int]  # outputs, inputs, kernel and rank of a layer; no kernel: a linear one
+LAYERS: dict[str, list[Shape]] = {
+    "convolution": [(70, 40, (3, 3), 45)],
     "three channels": [(64, 3, (3, 3), 20)],
     "no square": [(20, 40, (2, 5), 130)],
-    "unequal": [(64, 3, (3, 3), 20), (16, 24, (1, 7), 33), (24, 8, (11, 2), 1), (130, 70, (3, 3), 150)],
+    "linear": [(10, 70, (), 10), (24, 530, (), 19)],
+    "unequal": [(64, 3, (3, 3), 20), (16, 24, (1, 7), 33), (12, 9, (), 40), (24, 8, (11, 2), 1), (130, 70, (3, 3), 90)],
 }
 if not INTERPRETED:  # which would take minutes
     LAYERS["AlexNet-like"] = [
-        (64, 3, (3, 3), 21),
+        (64, 3, (3, 3), 36),
         (192, 64, (3, 3), 571),
         (384, 192, (3, 3), 1626),
         (256, 384, (3, 3), 1948),
         (256, 256, (3, 3), 1644),
+        (1024, 4096, (), 1024),
+        (512, 1024, (), 512),
+        (10, 512, (), 10),
     ]
+PRECISIONS = {"fp32": 2e-5} if INTERPRETED else {"fp32": 2e-5, "tf32": 5e-3, "bf16": 3e-2}
+Make = Callable[..., torch.optim.Optimizer]
+OPTIMIZERS: dict[str, tuple[Make, Make]] = {  # the one the kernels follow, and torch's
+    "sgd": (torch.optim.SGD, torch.optim.SGD),
+    "momentum": (partial(torch.optim.SGD, momentum=0.9, weight_decay=0.01),) * 2,
+    "rmsprop": (partial(FusedRMSprop, weight_decay=0.01), partial(torch.optim.RMSprop, weight_decay=0.01)),
+    "adam": (partial(torch.optim.Adam, weight_decay=0.01),) * 2,
+    "adamw": (partial(torch.optim.AdamW, betas=(0.8, 0.95), weight_decay=0.1),) * 2,
+}
 
 
 def test_renormalize_as_torch_does() -> None:
@@ -60,42 +77,159 @@ def test_only_contiguous_float32_on_a_gpu() -> None:
             Renormalizer([wrong], [torch.ones(2).cuda()])
 
 
-def terms_of(outputs: int, inputs: int, kernel: tuple[int, int], rank: int) -> list[Tensor]:
+def terms_of(outputs: int, inputs: int, kernel: tuple[int, ...], rank: int) -> list[nn.Parameter]:
     """Sigma, lambdas and factors as a layer has them, one lambda of them 0."""
     lambdas = torch.randn(rank)
     lambdas[1:2] = 0
     factors = [unit_columns(torch.randn(n, rank)) for n in (outputs, inputs, *kernel)]
-    return [term.to(DEVICE).requires_grad_() for term in (torch.tensor(1.7), lambdas, *factors)]
+    return [nn.Parameter(term.to(DEVICE)) for term in (torch.tensor(1.7), lambdas, *factors)]
 
 
-@pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS.keys())
-def test_rebuild_as_torch_does(layers: list[tuple[int, int, tuple[int, int], int]]) -> None:
-    from cpnorm.kernels import RebuiltConv2d
+def in_double(terms: Sequence[Sequence[Tensor]]) -> list[list[nn.Parameter]]:
+    return [[nn.Parameter(term.detach().double()) for term in of_layer] for of_layer in terms]
 
-    torch.manual_seed(0)
-    terms = [terms_of(*layer) for layer in layers]
-    exact = [[term.detach().double().requires_grad_() for term in of_layer] for of_layer in terms]
-    wanted, gradients = [], []
-    for sigma, lambdas, *factors in exact:
-        scales, *units = UnitTerms.apply(sigma * lambdas, *factors)
-        wanted.append(dense_from_terms(scales, units))
-        gradients.append(torch.randn(wanted[-1].shape, device=DEVICE))
-        wanted[-1].backward(gradients[-1].double())
-    precisions = [("fp32", 2e-5)] if INTERPRETED else [("fp32", 2e-5), ("tf32", 5e-3), ("bf16", 3e-2)]
-    for precision, tolerance in precisions:
-        torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        weights = RebuiltConv2d.apply(dtype, *(term for of_layer in terms for term in of_layer))
-        for weight, want in zip(weights, wanted, strict=True):
-            assert weight.is_contiguous(memory_format=torch.channels_last)
-            assert (weight - want).norm() < tolerance * want.norm()
-        torch.autograd.backward(weights, [gradient.to(dtype) for gradient in gradients])
-        for of_layer, right in zip(terms, exact, strict=True):
-            sigma, lambdas = right[:2]
-            for place, (term, want) in enumerate(zip(of_layer, right, strict=True)):
-                size = want.grad.norm()
-                if place == 0 or len(want) == 1:  # what is left of many terms of both signs, or nothing at all
-                    size = lambdas.grad.norm() * lambdas.norm() / (sigma if place == 0 else 1)
-                assert (term.grad - want.grad).norm() < tolerance * size, (precision, place)
-                term.grad = None
+
+def dense(terms: Sequence[Tensor]) -> Tensor:
+    sigma, lambdas, *factors = terms
+    scales, *units = UnitTerms.apply(sigma * lambdas, *factors)
+    return dense_from_terms(scales, units)
+
+
+def groups(terms: Sequence[Sequence[Tensor]], rate: float) -> list[dict[str, object]]:
+    """Each layer has a learning rate of its own."""
+    return [
+        {"params": list(of_layer), "lr": torch.tensor(rate * (1 + i), device=DEVICE)}
+        for i, of_layer in enumerate(terms)
+    ]
+
+
+@pytest.fixture(params=PRECISIONS)
+def precision(request: pytest.FixtureRequest) -> Iterator[str]:
+    torch.set_float32_matmul_precision("highest" if request.param == "fp32" else "high")
+    yield request.param
     torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS.keys())
+def test_steps_as_torch_takes_them(layers: list[Shape], optimizer: str, precision: str) -> None:
+    from cpnorm.kernels import TrainedTerms
+
+    if precision != "fp32" and optimizer in ("rmsprop", "adam", "adamw"):
+        pytest.skip("the first steps follow the sign of a gradient, however small: rounding turns it")
+    torch.manual_seed(0)
+    tolerance, rate = PRECISIONS[precision], 0.01
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    terms = [terms_of(*layer) for layer in layers]
+    exact = in_double(terms)
+    ours, torchs = OPTIMIZERS[optimizer]
+    followed, right = ours(groups(terms, rate)), torchs(groups(exact, rate))
+    rule = ahead.optimizer_rule(followed)
+    assert rule is not None
+    trained = TrainedTerms(terms, dtype, rule)
+    for _ in range(2 if precision == "fp32" else 1):  # later steps start from different roundings
+        old = [[term.detach().clone() for term in of_layer] for of_layer in terms]
+        trained.multiply()
+        right.zero_grad()
+        sides = []
+        for index, of_layer in enumerate(exact):
+            wanted, made = dense(of_layer), trained.weight(index)
+            assert made.dtype == dtype
+            assert made.shape == wanted.shape
+            assert (made - wanted).norm() < tolerance * wanted.norm()
+            gradient = torch.randn(wanted.shape, device=DEVICE)
+            wanted.backward(gradient.double())
+            sides.append(trained.side_gradients(index, gradient.to(dtype)))
+        sigmas = trained.update(sides)
+        radial = [(lambdas.grad * lambdas).norm().item() for _, lambdas, *_ in exact]
+        gradients = [sigma.grad.item() for sigma, *_ in exact]
+        right.step()
+        cpnorm.renormalize_terms(
+            [f for of_layer in exact for f in of_layer[2:]], [of_layer[1] for of_layer in exact for _ in of_layer[2:]]
+        )
+        for index, (of_layer, wanted_terms) in enumerate(zip(terms, exact, strict=True)):
+            # What is left of many terms of both signs is compared with their size.
+            assert abs(sigmas[index].item() - gradients[index]) < tolerance * radial[index] / 1.7
+            for place in range(1, len(of_layer)):
+                new, before, wanted = of_layer[place], old[index][place], wanted_terms[place]
+                allowed = 2 * tolerance * (wanted - before).norm() + 3e-7 * wanted.norm()
+                assert (new - wanted).norm() < allowed, (index, place)
+                for key, value in right.state[wanted].items():
+                    if value.ndim:
+                        state = followed.state[new][key]
+                        assert (state - value).norm() < 2 * tolerance * value.norm().clamp_min(1e-2), (
+                            index,
+                            place,
+                            key,
+                        )
+                    elif "adam" in optimizer:
+                        assert followed.state[new][key] == value
+            with torch.no_grad():
+                of_layer[0].copy_(wanted_terms[0])  # the optimizer's own
+
+
+def test_vectors_that_die() -> None:
+    """Become arbitrary unit vectors, and their lambda 0."""
+    from cpnorm.kernels import TrainedTerms
+
+    terms = [terms_of(9, 5, (3, 3), 7), terms_of(4, 30, (), 6)]
+    optimizer = torch.optim.SGD(groups(terms[:1], 1.0) + groups(terms[1:], 1.0), weight_decay=1.0)
+    rule = ahead.optimizer_rule(optimizer)
+    assert rule is not None
+    trained = TrainedTerms(terms, torch.float32, rule)
+    trained.multiply()
+    trained.update([(torch.zeros_like(left), torch.zeros_like(right)) for left, right in trained.sides])
+    for _, lambdas, *factors in terms:
+        assert not lambdas.any()
+        for factor in factors:
+            torch.testing.assert_close(factor.detach(), torch.full_like(factor, len(factor) ** -0.5))
+
+
+def test_an_optimizer_that_no_kernel_knows() -> None:
+    assert ahead.optimizer_rule(torch.optim.Adagrad([torch.zeros(1)])) is None
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    convolutions = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 6, 3, stride=2), nn.Flatten()]
+    model = nn.Sequential(*convolutions, nn.Linear(6 * 3 * 3, 12), nn.ReLU(), nn.Linear(12, 10))
+    cpnorm.canonical_norm(model, rank=7, init="kaiming_normal", generator=torch.Generator().manual_seed(0))
+    for layer in cpnorm.canonical_layers(model).values():
+        cpnorm.renormalize(layer)
+        layer.columns_are_unit = True
+    return model.to(DEVICE)
+
+
+@pytest.mark.parametrize("linear", ["factors", "rebuild"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_network_trains_as_without_kernels(optimizer: str, linear: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_on_gpu", lambda parameter: True)
+    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    ours, torchs = OPTIMIZERS[optimizer]
+    with_kernels, without = network(), network()
+    followed = ours([{"params": list(with_kernels.parameters()), "lr": torch.tensor(0.002, device=DEVICE)}])
+    plain = torchs(without.parameters(), lr=0.002)
+    paths = ahead.training_paths(with_kernels, images)
+    layers = list(cpnorm.canonical_layers(with_kernels).values())
+    assert [paths[layer] for layer in layers[:2]] == ["rebuild", "rebuild"]
+    paths |= dict.fromkeys(layers[2:], linear)
+    trained, terms = ahead.trained_terms(layers, followed, "fp32")
+    assert trained == layers
+    weights = ahead.WeightsAhead(paths, "fp32", ahead.rebuilt_weight, trained, terms)
+    for _ in range(2):
+        followed.zero_grad()
+        plain.zero_grad()
+        weights.rebuild()
+        with_kernels(images).square().sum().backward()
+        weights.backward()
+        assert all(layer.ahead is None for layer in layers)
+        followed.step()
+        without(images).square().sum().backward()
+        plain.step()
+        cpnorm.renormalize(without)
+    start = network().state_dict()
+    for name, value in with_kernels.state_dict().items():
+        wanted = without.state_dict()[name]
+        moved = (wanted - start[name]).norm()
+        assert moved > 1e-4 or wanted.ndim < 2, name  # a scale may have gone to and fro
+        assert (value - wanted).norm() < 1e-3 * moved.clamp_min(1e-4), name

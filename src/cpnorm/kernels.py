@@ -1,9 +1,10 @@
-"""GPU kernels for what torch does in dozens of small ones: renormalising all layers, and rebuilding a 2-d weight."""
+"""GPU kernels for what torch does in dozens of small ones: renormalise, rebuild and train all layers at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -75,10 +76,7 @@ class Renormalizer:
     """``renormalize_terms`` for these tensors, which must stay where they are: float32, contiguous, on one GPU."""
 
     def __init__(self, factors: Sequence[Tensor], lambdas: Sequence[Tensor]) -> None:
-        for tensor in (*factors, *lambdas):
-            within_reach = tensor.is_cuda or triton.knobs.runtime.interpret
-            if not (within_reach and tensor.dtype == torch.float32 and tensor.is_contiguous()):
-                raise ValueError(f"expected contiguous float32 tensors on a GPU, got {tensor.dtype} on {tensor.device}")
+        _expect_plain([*factors, *lambdas])
         entries = []
         for factor, scales in zip(factors, lambdas, strict=True):
             size, rank = factor.shape
@@ -93,286 +91,394 @@ class Renormalizer:
         _renormalize[(len(self.table),)](self.table, tiny, *SHORT, *MIDDLE, *TALL, num_warps=RENORMALIZE_WARPS)
 
 
-# --- rebuilding -------------------------------------------------------------------------------------------------------
+# --- weights and steps ------------------------------------------------------------------------------------------------
 
-# Rows and columns of the factors that one program holds, and its warps.
+# A layer is W = left @ right.mT of two Khatri-Rao products: left (O * k1, R) of its factors a (O, R) and k1, scaled,
+# and right (k2 * I, R) of b (I, R) and k2. A linear layer has no k1 and k2. All layers are done in one launch: small
+# ones, whose kernels would take little more than the time to start them, fill the GPU between the large ones. What
+# belongs to a layer stands in a row of a table of integers, most of them addresses:
+#
+#    0  lambdas, a, b, k1, k2: for each its address, those of the optimizer's two states, and that of its learning rate
+#   20  sigma, number of steps, the terms' parts of sigma's gradient; R, and R rounded up: the width of left and right
+#   25  left: address, rows of a, steps in left from row to row of a and of k1, rows of k1
+#   30  right: the same of b and k2
+SIGMA, STEPS, PARTS, RANK, WIDTH, LEFT, RIGHT, FIELDS = (tl.constexpr(n) for n in (20, 21, 22, 23, 24, 25, 30, 35))
+
+# Rows and columns of a factor that one program holds at once, and its warps.
 PRODUCTS = (16, 128, 4)
-GRADIENTS = (64, 32, 4)
-TERMS = 6  # of a layer: sigma, lambdas, and the factors a (O, R), b (I, R), k1 and k2
-
-# All layers are done in one launch: what belongs to them comes as tuples with an entry for each. Small layers, whose
-# kernels would take little more than the time to start them, fill the GPU between the large ones.
+UPDATE_CONV = (128, 16, 8, 2)
+UPDATE_LINEAR = (512, 8, 16, 2)  # few columns: tall factors have too few of them for a whole GPU
 
 
 @triton.jit
-def _khatri_rao(  # type: ignore[no-untyped-def]
-    big, small, scales, out, column, first, size, rank, width, big_step, small_step,
-    count: tl.constexpr, rows: tl.constexpr,
-):  # fmt: skip
-    row = first + tl.arange(0, rows)
-    there = (column < rank)[None, :]
-    x = tl.load(big + row[:, None] * rank + column[None, :], mask=(row < size)[:, None] & there, other=0.0)
-    x = x * scales[None, :]
-    for j in tl.static_range(count):
-        k = tl.load(small + j * rank + column, mask=column < rank, other=0.0)
-        place = out + (row * big_step + j * small_step)[:, None] * width + column[None, :]
-        value = (x * k[None, :]).to(out.dtype.element_ty)
-        tl.store(place, value, mask=(row < size)[:, None] & (column < width)[None, :])
+def _floats(place):  # type: ignore[no-untyped-def]
+    return tl.load(place).to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
-def _products_of_layer(  # type: ignore[no-untyped-def]
-    terms, left, right, sizes, program, across,
-    n1: tl.constexpr, n2: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
-):  # fmt: skip
-    sigma, lambdas, a, b, k1, k2 = terms
-    outputs, inputs, rank, width = sizes
-    column = program % across * columns + tl.arange(0, columns)
-    block = program // across
-    blocks = tl.cdiv(outputs, rows)
-    if block < blocks:  # (O, k1)
-        scales = tl.load(sigma) * tl.load(lambdas + column, mask=column < rank, other=0.0)
-        _khatri_rao(a, k1, scales, left, column, block * rows, outputs, rank, width, n1, 1, n1, rows)
-    else:  # (k2, I)
-        ones = tl.full([columns], 1.0, tl.float32)
-        _khatri_rao(b, k2, ones, right, column, (block - blocks) * rows, inputs, rank, width, 1, inputs, n2, rows)
+def _number(place, multiple: tl.constexpr = 1):  # type: ignore[no-untyped-def]
+    return tl.multiple_of(tl.load(place), multiple).to(tl.int32)
 
 
 @triton.jit
-def _products(  # type: ignore[no-untyped-def]
-    terms, lefts, rights, sizes, shapes: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr
-):
-    program = tl.program_id(0)
-    for i in tl.static_range(len(shapes)):
-        across = tl.cdiv(sizes[i][3], columns)
-        programs = across * (tl.cdiv(sizes[i][0], rows) + tl.cdiv(sizes[i][1], rows))
-        if (program >= 0) & (program < programs):
-            _products_of_layer(
-                terms[i], lefts[i], rights[i], sizes[i], program, across, shapes[i][0], shapes[i][1], rows, columns
-            )
-        program -= programs
+def _products(table, programs, dtype: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
+    program = programs + tl.program_id(0) * 4
+    entry = table + tl.load(program) * FIELDS
+    is_right = _number(program + 1)
+    row = _number(program + 2) + tl.arange(0, rows)
+    column = _number(program + 3, 64) + tl.arange(0, columns)
+    rank, width = _number(entry + RANK), _number(entry + WIDTH, 64)
+    side = entry + LEFT + is_right * (RIGHT - LEFT)
+    out = tl.multiple_of(tl.load(side).to(tl.pointer_type(dtype)), 16)
+    size, big_step, small_step, count = _number(side + 1), _number(side + 2), _number(side + 3), _number(side + 4)
+    big, small = _floats(entry + 4 + is_right * 4), _floats(entry + 12 + is_right * 4)
 
-
-@triton.jit
-def _khatri_rao_gradient(  # type: ignore[no-untyped-def]
-    d, big, small, scales, d_big, sums, column, block, size, rank, width, big_step, small_step,
-    count: tl.constexpr, padded: tl.constexpr, rows: tl.constexpr,
-):  # fmt: skip
-    row = block * rows + tl.arange(0, rows)
-    part = tl.arange(0, padded)
     there = column < rank
-    inside = (row < size)[:, None] & there[None, :]
-    parts = (part < count)[:, None] & there[None, :]
-    # Everything is asked for before anything is summed: a sum over rows makes all threads wait. The columns of d go on
-    # to its width, with zeros: up to there they are read eight at a time.
+    scales = tl.load(_floats(entry + SIGMA)) * tl.load(_floats(entry) + column, mask=there, other=0.0)
+    x = tl.load(big + row[:, None] * rank + column[None, :], mask=(row < size)[:, None] & there[None, :], other=0.0)
+    x = x * tl.where(is_right == 0, scales, 1.0)[None, :]
+    for j in range(count):
+        k = tl.load(small + j * rank + column, mask=there, other=0.0)
+        place = out + (row * big_step + j * small_step)[:, None] * width + column[None, :]
+        tl.store(place, (x * k[None, :]).to(dtype), mask=(row < size)[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def _block(d, side, row, column, width, count: tl.constexpr, padded: tl.constexpr):  # type: ignore[no-untyped-def]
+    # (count, rows, columns) of the gradient of left or right, whose columns go on to its width, with zeros.
+    part = tl.arange(0, padded)
+    size, big_step, small_step = side
     place = (row[None, :] * big_step + part[:, None] * small_step)[:, :, None] * width + column[None, None, :]
     filled = (part < count)[:, None, None] & (row < size)[None, :, None] & (column < width)[None, None, :]
-    g = tl.load(d + place, mask=filled, other=0.0).to(tl.float32)
-    x = tl.load(big + row[:, None] * rank + column[None, :], mask=inside, other=0.0)
-    k = tl.load(small + part[:, None] * rank + column[None, :], mask=parts, other=0.0)
-    total = tl.sum(g * k[:, None, :], axis=0)
-    tl.store(d_big + row[:, None] * rank + column[None, :], total * scales[None, :], mask=inside)
-    of_rows = tl.sum(g * x[None, :, :], axis=1)
-    tl.store(sums + (block * count + part)[:, None] * rank + column[None, :], of_rows, mask=parts)
+    return tl.load(d + place, mask=filled, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _gradients_of_layer(  # type: ignore[no-untyped-def]
-    terms, d_sides, d_terms, sums, sizes, program, across,
-    n1: tl.constexpr, n2: tl.constexpr, padded1: tl.constexpr, padded2: tl.constexpr,
-    rows: tl.constexpr, columns: tl.constexpr,
+def _over_rows(  # type: ignore[no-untyped-def]
+    d, big, side, column, rank, width,
+    count: tl.constexpr, padded: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
-    sigma, lambdas, a, b, k1, k2 = terms
-    outputs, inputs, rank, width = sizes
-    column = program % across * columns + tl.arange(0, columns)
-    block = program // across
-    blocks = tl.cdiv(outputs, rows)
-    if block < blocks:
-        scales = tl.load(sigma) * tl.load(lambdas + column, mask=column < rank, other=0.0)
-        _khatri_rao_gradient(
-            d_sides[0], a, k1, scales, d_terms[2], sums[0], column, block, outputs, rank, width, n1, 1,
-            n1, padded1, rows,
-        )  # fmt: skip
+    # (count, columns): <d, big> over the rows of the big factor; summed at the end, as a sum makes all threads wait.
+    size = side[0]
+    total = tl.zeros([padded, rows, columns], tl.float32)
+    for start in range(0, size, rows):
+        row = start + tl.arange(0, rows)
+        inside = (row < size)[:, None] & (column < rank)[None, :]
+        x = tl.load(big + row[:, None] * rank + column[None, :], mask=inside, other=0.0)
+        total += _block(d, side, row, column, width, count, padded) * x[None, :, :]
+    return tl.sum(total, axis=1)
+
+
+@triton.jit
+def _moved(p, g, slots, place, there, numbers, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+    first, second, rate = slots
+    decay, beta1, rest1, beta2, rest2, eps, correction1, correction2 = numbers
+    if kind[2]:  # decoupled weight decay
+        p = p - rate * decay * p
     else:
-        ones = tl.full([columns], 1.0, tl.float32)
-        _khatri_rao_gradient(
-            d_sides[1], b, k2, ones, d_terms[3], sums[1], column, block - blocks, inputs, rank, width, 1, inputs,
-            n2, padded2, rows,
-        )  # fmt: skip
+        g = g + decay * p
+    move = g
+    if kind[0]:  # keeps a mean of gradients
+        move = beta1 * tl.load(first + place, mask=there, other=0.0) + rest1 * g
+        tl.store(first + place, move, mask=there)
+    if kind[1]:  # and of their squares
+        square = beta2 * tl.load(second + place, mask=there, other=0.0) + rest2 * g * g
+        tl.store(second + place, square, mask=there)
+        move = (move / correction1) / (tl.sqrt(square) / correction2 + eps)
+    return p - rate * move
 
 
 @triton.jit
-def _gradients(  # type: ignore[no-untyped-def]
-    terms, d_sides, d_terms, sums, sizes, shapes: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr
-):
-    program = tl.program_id(0)
-    for i in tl.static_range(len(shapes)):
-        across = tl.cdiv(sizes[i][2], columns)
-        programs = across * (tl.cdiv(sizes[i][0], rows) + tl.cdiv(sizes[i][1], rows))
-        if (program >= 0) & (program < programs):
-            _gradients_of_layer(
-                terms[i], d_sides[i], d_terms[i], sums[i], sizes[i], program, across,
-                shapes[i][0], shapes[i][1], shapes[i][2], shapes[i][3], rows, columns,
-            )  # fmt: skip
-        program -= programs
+def _slots(parameter):  # type: ignore[no-untyped-def]
+    return _floats(parameter + 1), _floats(parameter + 2), tl.load(_floats(parameter + 3))
 
 
 @triton.jit
-def _less_radial_part(  # type: ignore[no-untyped-def]
-    big, small, scales, d_big, d_small, sums, column, block, size, rank,
-    count: tl.constexpr, padded: tl.constexpr, blocks: tl.constexpr, rows: tl.constexpr,
+def _renewed(squares, tiny):  # type: ignore[no-untyped-def]
+    total = tl.sum(squares, axis=0)
+    alive = total > tiny
+    return alive, tl.where(alive, 1.0 / tl.sqrt(tl.where(alive, total, 1.0)), 0.0)
+
+
+@triton.jit
+def _update_big(  # type: ignore[no-untyped-def]
+    d, parameter, side, column, rank, width, k, scales, radial, numbers, tiny, kind: tl.constexpr,
+    count: tl.constexpr, padded: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
-    there = column < rank
+    factor, slots, size = _floats(parameter), _slots(parameter), side[0]
+    squares = tl.zeros([rows, columns], tl.float32)
+    for start in range(0, size, rows):
+        row = start + tl.arange(0, rows)
+        inside = (row < size)[:, None] & (column < rank)[None, :]
+        place = row[:, None] * rank + column[None, :]
+        x = tl.load(factor + place, mask=inside, other=0.0)
+        g = tl.sum(_block(d, side, row, column, width, count, padded) * k[:, None, :], axis=0)
+        x = _moved(x, g * scales[None, :] - x * radial[None, :], slots, place, inside, numbers, kind)
+        tl.store(factor + place, x, mask=inside)
+        squares += x * x
+    alive, inverse = _renewed(squares, tiny)
+    tl.debug_barrier()  # the next loop may read by other threads what this one wrote
+    flat = 1.0 / tl.sqrt(size.to(tl.float32))
+    for start in range(0, size, rows):
+        row = start + tl.arange(0, rows)
+        inside = (row < size)[:, None] & (column < rank)[None, :]
+        place = factor + row[:, None] * rank + column[None, :]
+        x = tl.load(place, mask=inside, other=0.0)
+        tl.store(place, tl.where(alive[None, :], x * inverse[None, :], flat), mask=inside)
+    return alive
+
+
+@triton.jit
+def _update_small(  # type: ignore[no-untyped-def]
+    k, g, parameter, column, rank, numbers, tiny, kind: tl.constexpr, count: tl.constexpr, padded: tl.constexpr
+):
     part = tl.arange(0, padded)
-    piece = tl.arange(0, blocks)
-    row = block * rows + tl.arange(0, rows)
-    inside = (row < size)[:, None] & there[None, :]
-    place = row[:, None] * rank + column[None, :]
-    x = tl.load(big + place, mask=inside, other=0.0)
-    g = tl.load(d_big + place, mask=inside, other=0.0)
-    small_place = part[:, None] * rank + column[None, :]
-    small_inside = (part < count)[:, None] & there[None, :]
-    k = tl.load(small + small_place, mask=small_inside, other=0.0)
-    offset = (piece[:, None, None] * count + part[None, :, None]) * rank + column[None, None, :]
-    known = (piece * rows < size)[:, None, None] & (part < count)[None, :, None] & there[None, None, :]
-    total = tl.sum(tl.load(sums + offset, mask=known, other=0.0), axis=0)  # (count, R): over all rows of the big factor
-    by_scale = tl.sum(total * k, axis=0)
-    radial = by_scale * scales  # of every vector's gradient: see UnitTerms
-    if block == 0:
-        tl.store(d_small + small_place, total * scales[None, :] - k * radial[None, :], mask=small_inside)
-    tl.store(d_big + place, g - x * radial[None, :], mask=inside)
-    return by_scale
+    inside = (part < count)[:, None] & (column < rank)[None, :]
+    place = part[:, None] * rank + column[None, :]
+    k = _moved(k, g, _slots(parameter), place, inside, numbers, kind)
+    alive, inverse = _renewed(k * k, tiny)
+    flat = 1.0 / tl.sqrt(count * 1.0)
+    tl.store(_floats(parameter) + place, tl.where(alive[None, :], k * inverse[None, :], flat), mask=inside)
+    return alive
 
 
 @triton.jit
-def _project_layer(  # type: ignore[no-untyped-def]
-    terms, d_terms, by_scale, sums, sizes, program, across,
+def _small(parameter, column, rank, count: tl.constexpr, padded: tl.constexpr):  # type: ignore[no-untyped-def]
+    part = tl.arange(0, padded)
+    inside = (part < count)[:, None] & (column < rank)[None, :]
+    return tl.load(_floats(parameter) + part[:, None] * rank + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _side(side):  # type: ignore[no-untyped-def]
+    return _number(side + 1), _number(side + 2), _number(side + 3)
+
+
+@triton.jit
+def _correction(steps, log_beta):  # type: ignore[no-untyped-def]
+    # In double precision: in single, little of 1 - 0.999 would be right.
+    return (1.0 - tl.exp2(steps.to(tl.float64) * log_beta)).to(tl.float32)
+
+
+@triton.jit
+def _update(  # type: ignore[no-untyped-def]
+    table, programs, d_sides, numbers, logs, tiny, kind: tl.constexpr, convolution: tl.constexpr,
     n1: tl.constexpr, n2: tl.constexpr, padded1: tl.constexpr, padded2: tl.constexpr,
-    blocks1: tl.constexpr, blocks2: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    rows: tl.constexpr, columns: tl.constexpr, vector: tl.constexpr,
 ):  # fmt: skip
-    sigma, lambdas, a, b, k1, k2 = terms
-    outputs, inputs, rank, _ = sizes
-    column = program % across * columns + tl.arange(0, columns)
-    block = program // across
-    blocks = tl.cdiv(outputs, rows)
-    if block < blocks:
-        scale = tl.load(sigma)
-        scales = scale * tl.load(lambdas + column, mask=column < rank, other=0.0)
-        found = _less_radial_part(
-            a, k1, scales, d_terms[2], d_terms[4], sums[0], column, block, outputs, rank,
-            n1, padded1, blocks1, rows,
+    program = programs + tl.program_id(0) * 3
+    entry = table + tl.load(program) * FIELDS
+    which = _number(program + 1)
+    d_left, d_right = d_sides[0]
+    for i in tl.static_range(1, len(d_sides)):
+        if which == i:
+            d_left, d_right = d_sides[i]
+    column = _number(program + 2, vector) + tl.arange(0, columns)
+    rank, width = _number(entry + RANK), _number(entry + WIDTH, vector)
+    there = column < rank
+    left, right = _side(entry + LEFT), _side(entry + RIGHT)
+    correction1, correction2 = 1.0, 1.0
+    if kind[3]:
+        steps = tl.load(_floats(entry + STEPS))
+        correction1, correction2 = _correction(steps, logs[0]), tl.sqrt(_correction(steps, logs[1]))
+    numbers = numbers + (correction1, correction2)  # noqa: RUF005 (what triton knows)
+
+    sigma, lambdas = tl.load(_floats(entry + SIGMA)), tl.load(_floats(entry) + column, mask=there, other=0.0)
+    scales, ones = sigma * lambdas, tl.full([columns], 1.0, tl.float32)
+    k1, k2 = _small(entry + 12, column, rank, n1, padded1), _small(entry + 16, column, rank, n2, padded2)
+    total1 = _over_rows(
+        d_left, _floats(entry + 4), left, column, rank, width, n1, padded1, rows, columns
+    )  # fmt: skip
+    by_scale = tl.sum(total1 * k1, axis=0)
+    radial = by_scale * scales  # of every vector's gradient: see UnitTerms
+    tl.store(_floats(entry + PARTS) + column, by_scale * lambdas, mask=there)
+    if convolution:
+        total2 = _over_rows(
+            d_right, _floats(entry + 8), right, column, rank, width, n2, padded2, rows, columns
         )  # fmt: skip
-        if block == 0:
-            tl.store(by_scale + column, found, mask=column < rank)
-            tl.store(d_terms[1] + column, found * scale, mask=column < rank)
-    else:
-        ones = tl.full([columns], 1.0, tl.float32)
-        _less_radial_part(
-            b, k2, ones, d_terms[3], d_terms[5], sums[1], column, block - blocks, inputs, rank,
-            n2, padded2, blocks2, rows,
-        )  # fmt: skip
+    tl.debug_barrier()
+
+    alive = _update_big(
+        d_left,
+        entry + 4,
+        left,
+        column,
+        rank,
+        width,
+        k1,
+        scales,
+        radial,
+        numbers,
+        tiny,
+        kind,
+        n1,
+        padded1,
+        rows,
+        columns,
+    )
+    alive = alive & _update_big(
+        d_right,
+        entry + 8,
+        right,
+        column,
+        rank,
+        width,
+        k2,
+        ones,
+        radial,
+        numbers,
+        tiny,
+        kind,
+        n2,
+        padded2,
+        rows,
+        columns,
+    )
+    if convolution:
+        g1, g2 = total1 * scales[None, :] - k1 * radial[None, :], total2 - k2 * radial[None, :]
+        alive = alive & _update_small(k1, g1, entry + 12, column, rank, numbers, tiny, kind, n1, padded1)
+        alive = alive & _update_small(k2, g2, entry + 16, column, rank, numbers, tiny, kind, n2, padded2)
+    lambdas = _moved(lambdas, by_scale * sigma, _slots(entry), column, there, numbers, kind)
+    tl.store(_floats(entry) + column, tl.where(alive, lambdas, 0.0), mask=there)
 
 
 @triton.jit
-def _project(  # type: ignore[no-untyped-def]
-    terms, d_terms, by_scale, sums, sizes, shapes: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr
-):
-    program = tl.program_id(0)
-    for i in tl.static_range(len(shapes)):
-        across = tl.cdiv(sizes[i][2], columns)
-        programs = across * (tl.cdiv(sizes[i][0], rows) + tl.cdiv(sizes[i][1], rows))
-        if (program >= 0) & (program < programs):
-            _project_layer(
-                terms[i], d_terms[i], by_scale[i], sums[i], sizes[i], program, across, shapes[i][0], shapes[i][1],
-                shapes[i][2], shapes[i][3], shapes[i][4], shapes[i][5], rows, columns,
-            )  # fmt: skip
-        program -= programs
-
-
-@triton.jit
-def _dot(x, y, out, size, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sums(table, out, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    entry = table + tl.program_id(0) * FIELDS
+    parts, size = _floats(entry + PARTS), _number(entry + RANK)
     total = tl.zeros([block], tl.float32)
     for start in range(0, size, block):
         at = start + tl.arange(0, block)
-        total += tl.load(x + at, mask=at < size, other=0.0) * tl.load(y + at, mask=at < size, other=0.0)
-    tl.store(out, tl.sum(total, axis=0))
+        total += tl.load(parts + at, mask=at < size, other=0.0)
+    tl.store(out + tl.program_id(0), tl.sum(total, axis=0))
 
 
-@triton.jit
-def _dots(terms, d_terms, by_scale, sizes, count: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    for i in tl.static_range(count):
-        if tl.program_id(0) == i:
-            _dot(by_scale[i], terms[i][1], d_terms[i][0], sizes[i][2], block)
+@dataclass(frozen=True)
+class Rule:
+    """How an optimizer moves a parameter by its gradient, and what it keeps of each parameter.
 
-
-def _of_layers(terms: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ...]:
-    return tuple(tuple(terms[at : at + TERMS]) for at in range(0, len(terms), TERMS))
-
-
-def _sizes(layers: Sequence[tuple[Tensor, ...]]) -> tuple[tuple[int, int, int, int], ...]:
-    """(O, I, R, R rounded up) of every layer: tensor cores and cache lines both want round numbers."""
-    return tuple(
-        (len(a), len(b), len(lambdas), triton.cdiv(len(lambdas), 64) * 64) for _, lambdas, a, b, _, _ in layers
-    )
-
-
-class RebuiltConv2d(torch.autograd.Function):
-    """W (O, I, k1, k2) of several layers from their terms, with unit columns; each W is of type ``dtype``.
-
-    The same as ``dense_from_terms`` after ``UnitTerms``, in one kernel forward and three backward for all layers
-    together, besides a matrix product and two for each.
+    ``slots`` finds, for a parameter, the mean of its gradients and that of their squares (None where the rule keeps
+    none), its learning rate and its number of steps (None unless ``corrected``): float32, to stay where they are.
     """
 
-    @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *terms: Tensor) -> tuple[Tensor, ...]:
-        """(), (R,), (O, R), (I, R), (k1, R), (k2, R) -> (O, I, k1, k2), channels last; and so on for every layer."""
-        layers = _of_layers(terms)
-        sizes = _sizes(layers)
-        shapes = tuple((len(k1), len(k2)) for *_, k1, k2 in layers)
-        lefts, rights = [], []
-        for (sigma, *_), (outputs, inputs, _, width), (n1, n2) in zip(layers, sizes, shapes, strict=True):
-            lefts.append(sigma.new_empty(outputs * n1, width, dtype=dtype))
-            rights.append(sigma.new_empty(n2 * inputs, width, dtype=dtype))
-        rows, columns, warps = PRODUCTS
-        programs = sum(
-            triton.cdiv(width, columns) * (triton.cdiv(outputs, rows) + triton.cdiv(inputs, rows))
-            for outputs, inputs, _, width in sizes
-        )
-        _products[programs,](layers, tuple(lefts), tuple(rights), sizes, shapes, rows, columns, num_warps=warps)
-        ctx.save_for_backward(*terms, *lefts, *rights)
-        return tuple(
-            (left @ right.mT).reshape(outputs, n1, n2, inputs).permute(0, 3, 1, 2)
-            for left, right, (outputs, inputs, *_), (n1, n2) in zip(lefts, rights, sizes, shapes, strict=True)
-        )
+    slots: Callable[[Tensor], tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]]
+    decay: float = 0.0
+    decoupled: bool = False  # the decay moves the parameter itself, not the gradient
+    beta1: float = 0.0  # how much of the mean of gradients stays; 0: there is none
+    rest1: float = 1.0  # how much of a new gradient is added
+    beta2: float | None = None  # how much of the mean of their squares stays; None: there is none
+    eps: float = 0.0
+    corrected: bool = False  # the means start from 0, and the rule makes up for it
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Of a/|a|: without its radial part."""
-        count = len(gradients)
-        terms, sides = ctx.saved_tensors[: -2 * count], ctx.saved_tensors[-2 * count :]
-        layers = _of_layers(terms)
-        sizes = _sizes(layers)
-        rows, columns, warps = GRADIENTS
-        longest = max(len(k) for *_, k1, k2 in layers for k in (k1, k2))
-        rows = min(rows, max(1, 4 * rows // triton.next_power_of_2(longest)))  # a block is held with all its parts
-        d_sides, sums, shapes = [], [], []
-        programs = 0
-        for (*_, k1, k2), size, left, right, gradient in zip(
-            layers, sizes, sides[:count], sides[count:], gradients, strict=True
-        ):
-            outputs, inputs, rank, _ = size
-            n1, n2 = len(k1), len(k2)
-            matrix = gradient.permute(0, 2, 3, 1).reshape(outputs * n1, n2 * inputs)
-            d_sides.append((matrix @ right, matrix.mT @ left))
-            # Rows are cut into blocks, so that a whole GPU has work; each leaves its part of the sums over the rows.
-            blocks = triton.cdiv(outputs, rows), triton.cdiv(inputs, rows)
-            sums.append((k1.new_empty(blocks[0] * n1, rank), k2.new_empty(blocks[1] * n2, rank)))
-            shapes.append((n1, n2, *(triton.next_power_of_2(number) for number in (n1, n2, *blocks))))
-            programs += triton.cdiv(rank, columns) * sum(blocks)
-        d_terms = _of_layers([torch.empty_like(term) for term in terms])
-        by_scale = tuple(torch.empty_like(lambdas) for _, lambdas, *_ in layers)
-        about = (tuple(sums), sizes, tuple(shapes), rows, columns)
-        _gradients[programs,](layers, tuple(d_sides), d_terms, *about, num_warps=warps)
-        _project[programs,](layers, d_terms, by_scale, *about, num_warps=warps)
-        _dots[count,](layers, d_terms, by_scale, sizes, count, 1024)
-        return None, *(d for of_layer in d_terms for d in of_layer)
+
+class TrainedTerms:
+    """The terms of several layers with unit columns: the two sides of their weights, and steps of an optimizer.
+
+    For each layer sigma (), lambdas (R,), a (O, R), b (I, R) and, for a 2-d convolution, k1 and k2; all float32 and
+    contiguous on one GPU, and to stay where they are. W = left @ right.mT, see above; both are of type ``dtype``.
+    """
+
+    def __init__(self, layers: Sequence[Sequence[Tensor]], dtype: torch.dtype, rule: Rule) -> None:
+        _expect_plain([term for layer in layers for term in layer])
+        self.layers, self.dtype, self.rule = layers, dtype, rule
+        self.device = layers[0][0].device
+        self.sides: list[tuple[Tensor, Tensor]] = []
+        self._kept: list[Tensor] = []  # what the table points to
+        self._steps: list[Tensor] = []
+        table, products = [], []
+        self._groups: dict[tuple[bool, int, int], list[int]] = {}  # layers whose steps are one launch
+        for index, (sigma, lambdas, a, b, *kernels) in enumerate(layers):
+            rank, (n1, n2) = len(lambdas), (len(k) for k in kernels) if kernels else (1, 1)
+            width = triton.cdiv(rank, 64) * 64  # tensor cores and cache lines both want round numbers
+            rows = triton.cdiv(n2 * len(b), 8) * 8 if kernels else len(b)
+            left, right = (torch.zeros(n, width, dtype=dtype, device=self.device) for n in (n1 * len(a), rows))
+            self.sides.append((left, right))
+            ones, parts = torch.ones_like(lambdas), torch.zeros_like(lambdas)
+            self._kept += [ones, parts]
+            entry = [address for p in (lambdas, a, b, *kernels) for address in self._addresses(p)]
+            if not kernels:
+                entry += 2 * [ones.data_ptr(), 0, 0, 0]
+            steps = self._steps[-1].data_ptr() if rule.corrected else 0  # the same for all its parameters
+            entry += [sigma.data_ptr(), steps, parts.data_ptr(), rank, width]
+            entry += [left.data_ptr(), len(a), n1, 1, n1, right.data_ptr(), len(b), 1, len(b), n2]
+            table.append(entry)
+            for is_right, size in enumerate((len(a), len(b))):
+                starts = [(row, at) for row in range(0, size, PRODUCTS[0]) for at in range(0, width, PRODUCTS[1])]
+                products += [(index, is_right, *start) for start in starts]
+            self._groups.setdefault((bool(kernels), n1, n2), []).append(index)
+        self._table, self._products = self._integers(table), self._integers(products)
+        self._updates = {key: self._programs(key[0], indices) for key, indices in self._groups.items()}
+
+    def _addresses(self, parameter: Tensor) -> list[int]:
+        first, second, rate, steps = self.rule.slots(parameter)
+        found = [tensor for tensor in (first, second, rate, steps) if tensor is not None]
+        _expect_plain(found)
+        self._kept += found
+        self._steps += [] if steps is None else [steps]
+        return [0 if tensor is None else tensor.data_ptr() for tensor in (parameter, first, second, rate)]
+
+    def _integers(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int64, device=self.device)
+
+    def _programs(self, convolution: bool, indices: Sequence[int]) -> Tensor:
+        columns = (UPDATE_CONV if convolution else UPDATE_LINEAR)[1]
+        # Those that take longest start first.
+        order = sorted(range(len(indices)), key=lambda i: -sum(len(f) for f in self.layers[indices[i]][2:]))
+        starts = [(i, at) for i in order for at in range(0, len(self.layers[indices[i]][1]), columns)]
+        return self._integers([(indices[i], i, at) for i, at in starts])
+
+    def multiply(self) -> None:
+        """Fill ``sides`` from the terms as they are now."""
+        rows, columns, warps = PRODUCTS
+        kind = tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32
+        _products[len(self._products),](self._table, self._products, kind, rows, columns, num_warps=warps)
+
+    def weight(self, index: int) -> Tensor:
+        """W (O, I, k1, k2), channels last, or (O, I), from ``sides``."""
+        left, right = self.sides[index]
+        _, _, a, b, *kernels = self.layers[index]
+        if not kernels:
+            return left @ right.mT
+        n1, n2 = (len(k) for k in kernels)
+        return (left @ right.mT)[:, : n2 * len(b)].reshape(len(a), n1, n2, len(b)).permute(0, 3, 1, 2)
+
+    def side_gradients(self, index: int, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """From that of W to those of ``sides``."""
+        left, right = self.sides[index]
+        matrix = gradient
+        if gradient.ndim == 4:
+            matrix = gradient.permute(0, 2, 3, 1).reshape(len(left), -1)
+            if missing := len(right) - matrix.shape[1]:
+                matrix = torch.nn.functional.pad(matrix, (0, missing))
+        return matrix @ right, matrix.mT @ left
+
+    def update(self, d_sides: Sequence[tuple[Tensor, Tensor]]) -> Tensor:  # (layers,)
+        """A step by these gradients of ``sides`` for lambdas and factors, unit columns again; the sigmas' gradients."""
+        rule, tiny = self.rule, torch.finfo(torch.float32).tiny
+        beta2 = 0.0 if rule.beta2 is None else rule.beta2
+        numbers = (rule.decay, rule.beta1, rule.rest1, beta2, 1 - beta2, rule.eps)
+        logs = tuple(math.log2(beta) if beta else 0.0 for beta in (rule.beta1, beta2))
+        kind = (rule.beta1 > 0, rule.beta2 is not None, rule.decoupled, rule.corrected)
+        if self._steps:
+            torch._foreach_add_(self._steps, 1.0)
+        for (convolution, n1, n2), programs in self._updates.items():
+            rows, columns, warps, vector = UPDATE_CONV if convolution else UPDATE_LINEAR
+            padded = triton.next_power_of_2(n1), triton.next_power_of_2(n2)
+            rows = max(16, rows * 4 // max(4, *padded))  # a block is held with all its parts
+            gradients = tuple(
+                tuple(side.contiguous() for side in d_sides[index]) for index in self._groups[convolution, n1, n2]
+            )
+            _update[len(programs),](
+                self._table, programs, gradients, numbers, logs, tiny, kind, convolution, n1, n2, *padded,
+                rows, columns, vector, num_warps=warps,
+            )  # fmt: skip
+        sums = torch.empty(len(self.layers), device=self.device)
+        _sums[len(self.layers),](self._table, sums, 1024)
+        return sums
+
+
+def _expect_plain(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        within_reach = tensor.is_cuda or triton.knobs.runtime.interpret
+        if not (within_reach and tensor.dtype == torch.float32 and tensor.is_contiguous()):
+            raise ValueError(f"expected contiguous float32 tensors on a GPU, got {tensor.dtype} on {tensor.device}")

@@ -87,7 +87,8 @@ class CPLayer(nn.Module):
     modes: tuple[int, ...]  # the shape W is decomposed in: that of the weight, or a finer one
     path: str
     columns_are_unit: bool  # set by a loop that renormalises after every step: there is nothing to divide by then
-    ahead: Tensor | None  # W, while a loop that rebuilds it beside other work holds it ready
+    # While a loop that rebuilds it beside other work holds it ready: W, or left and right whose product it is.
+    ahead: tuple[Tensor, ...] | None
 
     def __init__(self, *args: Any, rank: int | str = "exact", init: str = "exact", **kwargs: Any) -> None:
         layer = self.plain(*args, **kwargs)
@@ -152,7 +153,7 @@ class CPLayer(nn.Module):
     def weight(self) -> Tensor:
         """The dense weight, rebuilt at each read; gradients flow through it."""
         if self.ahead is not None:
-            return self.ahead
+            return self.ahead[0] if len(self.ahead) == 1 else self.ahead[0] @ self.ahead[1].mT
         shape = weight_shape(self)
         on_gpu = self.lambdas.is_cuda and len(shape) == len(self.modes)  # finer modes are merged again, in their order
         return dense_from_terms(*self._terms(), channels_last=on_gpu).reshape(shape)
@@ -201,6 +202,9 @@ class CPLinear(CPLayer, nn.Linear):  # type: ignore[override]
 
     def forward(self, input: Tensor) -> Tensor:  # (..., I) -> (..., O)
         """As nn.Linear."""
+        if self.ahead is not None and len(self.ahead) == 2:
+            left, right = self.ahead  # (O, R), (I, R)
+            return F.linear(input @ right, left, self.bias)
         if self._rebuilds(input):
             return F.linear(input, self.weight, self.bias)
         return contract.through_linear(input, *self._terms(), self.out_features, self.bias)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import cpnorm
-from cpnorm.lab import ahead as ahead_module
-from cpnorm.lab.ahead import WeightsAhead, has_kernel, rebuilding_layers, rebuilt_weight
+from cpnorm.lab.ahead import WeightsAhead, has_kernel, rebuilt_weight, trained_terms, training_paths
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -38,52 +37,52 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 def test_the_same_gradients(device: str) -> None:
     model = network().to(device)
     images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1)).to(device)
-    for layer in cpnorm.canonical_layers(model).values():
-        cpnorm.renormalize(layer)
-        layer.columns_are_unit = True  # as kernels want it
-    layers = rebuilding_layers(model, images)
-    assert layers == list(cpnorm.canonical_layers(model).values())
-    assert [has_kernel(layer) for layer in layers] == [device == "cuda", False, False]
+    paths = training_paths(model, images)
+    assert paths == dict.fromkeys(cpnorm.canonical_layers(model).values(), "rebuild")
 
     expected = copy.deepcopy(model)
     expected(images).square().mean().backward()
-    ahead = WeightsAhead(layers, "fp32", rebuilt_weight)
+    ahead = WeightsAhead(paths, "fp32", rebuilt_weight)
     ahead.rebuild()
     model(images).square().mean().backward()
     ahead.backward()
 
-    assert all(layer.ahead is None for layer in layers)
+    assert all(layer.ahead is None for layer in paths)
     for name, gradient in gradients(expected).items():
         assert gradient is not None
         assert gradient.norm() > 0
         torch.testing.assert_close(gradients(model)[name], gradient, msg=name)
 
 
+@pytest.mark.gpu
+def test_which_layers_kernels_train() -> None:
+    model = network().cuda()
+    layers = list(cpnorm.canonical_layers(model).values())
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1).cuda(), fused=True)
+    assert trained_terms(layers, optimizer, "fp32") == ([], None)  # they are not known to have unit columns
+    for layer in layers:
+        layer.columns_are_unit = True
+    assert [has_kernel(layer) for layer in layers] == [True, False, True]
+    assert trained_terms(layers, optimizer, "fp32")[0] == [layers[0], layers[2]]
+    layers[0].sigma.requires_grad_(False)
+    assert trained_terms([*layers, layers[2]], optimizer, "fp32") == ([], None)  # a frozen one, and one that is shared
+
+
 def test_only_layers_that_rebuild() -> None:
     model = network()
-    last = model[4]
-    last.path = "factors"
-    found = rebuilding_layers(model, torch.zeros(1, 3, 8, 8))
-    assert last not in found
-    assert len(found) == 2
+    layers = list(cpnorm.canonical_layers(model).values())
+    layers[2].path = "factors"
+    paths = training_paths(model, torch.zeros(1, 3, 8, 8))
+    assert list(paths.values()) == ["rebuild", "rebuild", "factors"]
+    ahead = WeightsAhead(paths, "fp32", rebuilt_weight)
+    ahead.rebuild()
+    assert [layer.ahead is not None for layer in layers] == [True, True, False]
 
 
 def test_release_gives_the_layers_their_weight_back() -> None:
     model = network()
-    ahead = WeightsAhead(list(cpnorm.canonical_layers(model).values()), "fp32", rebuilt_weight)
+    ahead = WeightsAhead(dict.fromkeys(cpnorm.canonical_layers(model).values(), "rebuild"), "fp32", rebuilt_weight)
     ahead.rebuild()
     ahead.release()
     model[0].sigma.data *= 2
     torch.testing.assert_close(model[0].weight, model[0].cp.to_dense())
-
-
-def test_weights_and_layers_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where some layers are rebuilt together, whatever their order."""
-    model = network()
-    layers = list(cpnorm.canonical_layers(model).values())
-    monkeypatch.setattr(ahead_module, "has_kernel", lambda layer: layer is not layers[0])
-    monkeypatch.setattr(ahead_module, "kernel_rebuild", lambda some, _: tuple(layer.weight for layer in some))
-    monkeypatch.setattr(ahead_module, "AT_ONCE", 1)
-    ahead = WeightsAhead(layers, "fp32", rebuilt_weight)
-    ahead.rebuild()
-    assert all(torch.equal(layer.ahead, layer.cp.to_dense().reshape(layer.ahead.shape)) for layer in layers)

@@ -102,7 +102,7 @@ def test_one_compilation_for_all_ranks_with_weights_ahead() -> None:
         model: nn.Module = nn.Sequential(nn.Conv2d(3, 8, 3, padding=2), nn.ReLU(), nn.Flatten(), nn.Linear(800, 10))
         cpnorm.canonical_norm(model, rank=rank, init="kaiming_normal")
         expected = model(images)
-        ahead = WeightsAhead(list(cpnorm.canonical_layers(model).values()), "fp32", rebuilt_weight)
+        ahead = WeightsAhead(dict.fromkeys(cpnorm.canonical_layers(model).values(), "rebuild"), "fp32", rebuilt_weight)
         with ready(model):
             ahead.rebuild()
             found = compiled(model, images)

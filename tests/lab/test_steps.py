@@ -216,7 +216,7 @@ def test_compiled_tests_without_a_gpu(
     several = images.train_images[:60], images.train_labels[:60]
     for rank in (16, 9):
         step = Trainer(LOW_RANK.replace(rank=rank), images, Options(device="cpu")).step
-        step.test_ahead = WeightsAhead(step.layers, "fp32", rebuilt_weight)
+        step.test_ahead = WeightsAhead(dict.fromkeys(step.layers, "rebuild"), "fp32", rebuilt_weight)
         expected = step.tested(*several)
         assert expected[2] == 60
         torch.testing.assert_close(step.tested_fast(*several), expected, rtol=0, atol=0)

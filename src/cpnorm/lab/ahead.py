@@ -1,23 +1,28 @@
-"""Weights rebuilt before the network runs, and their gradients taken after it.
+"""Weights rebuilt before the network runs, and their terms trained after it.
 
-So the network is compiled as if it were a plain one, and the rebuilding is left to kernels made for it. Layers could be
-rebuilt on several streams at once: measured, that gains 2 % for a run alone on a GPU and nothing for several that share
-it, and each stream would bring 64 MB of workspace for its matrix products.
+So the network is compiled as if it were a plain one, and what the canonical form asks for besides is left to kernels
+made for it. Layers could be rebuilt on several streams at once: measured, that gains 2 % for a run alone on a GPU and
+nothing for several that share it, and each stream would bring 64 MB of workspace for its matrix products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 import cpnorm
 from cpnorm import CPLayer
+from cpnorm.lab.rmsprop import FusedRMSprop
 
-AT_ONCE = 5  # layers in one launch: triton takes 4 s to compile that, and 50 s for 20
+if TYPE_CHECKING:
+    from cpnorm.kernels import Rule, TrainedTerms
+
 Rebuild = Callable[[CPLayer, str], Tensor]
 
 
@@ -33,38 +38,36 @@ def compiled_rebuild() -> Rebuild:
     return torch.compile(rebuilt_weight, dynamic=False)
 
 
-def kernel_rebuild(layers: Sequence[CPLayer], precision: str) -> tuple[Tensor, ...]:
-    """The same for many by hand-written kernels: 2-d convolutions with unit columns on a GPU."""
-    from cpnorm.kernels import RebuiltConv2d
-
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    terms = [term for layer in layers for term in (layer.sigma, layer.lambdas, *layer.factors)]
-    return RebuiltConv2d.apply(dtype, *terms)
+# --- which layers, and how -----------------------------------------------------------------------------------------
 
 
 def has_kernel(layer: CPLayer) -> bool:
-    """Whether ``kernel_rebuild`` can do this layer here."""
-    if not (isinstance(layer, cpnorm.CPConv2d) and layer.columns_are_unit) or find_spec("triton") is None:
+    """Whether ``TrainedTerms`` can do it here: a 2-d convolution or linear layer with unit columns, on a GPU."""
+    known = isinstance(layer, cpnorm.CPConv2d) or (isinstance(layer, cpnorm.CPLinear) and len(layer.modes) == 2)
+    if not (known and layer.columns_are_unit) or find_spec("triton") is None:
         return False
-    return all(p.is_cuda and p.dtype == torch.float32 for p in layer.canonical_parameters())
+    return all(_on_gpu(p) and p.dtype == torch.float32 and p.requires_grad for p in layer.canonical_parameters())
+
+
+def _on_gpu(parameter: Tensor) -> bool:
+    return parameter.is_cuda
 
 
 @torch.no_grad()
-def rebuilding_layers(model: nn.Module, images: Tensor) -> list[CPLayer]:
-    """Those whose weight is rebuilt in training on a batch like this one: where the planner says so, or ``has_kernel``.
+def training_paths(model: nn.Module, images: Tensor) -> dict[CPLayer, str]:
+    """How each layer, in training on a batch like this one, meets its input: "rebuild" or "factors".
 
-    The planner knows what torch's own operations cost; with kernels for it, rebuilding should be cheaper, which is
-    measured at the paper's ranks and reasoned at lower ones.
+    The planner knows what torch's own operations cost. Where there is a kernel, convolutions are rebuilt: that should
+    be cheaper then, which is measured at the paper's ranks and reasoned at lower ones.
     """
-    found: list[CPLayer] = []
+    found: dict[CPLayer, str] = {}
 
     def ask(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         assert isinstance(layer, CPLayer)
-        path = layer.path
-        if path == "auto":
-            path = "rebuild" if has_kernel(layer) else layer.plan(inputs[0].shape, training=True).path
-        if path == "rebuild":
-            found.append(layer)
+        found[layer] = layer.path
+        if layer.path == "auto":
+            cheap = has_kernel(layer) and not isinstance(layer, cpnorm.CPLinear)
+            found[layer] = "rebuild" if cheap else layer.plan(inputs[0].shape, training=True).path
 
     handles = [layer.register_forward_pre_hook(ask) for layer in cpnorm.canonical_layers(model).values()]
     try:
@@ -75,30 +78,110 @@ def rebuilding_layers(model: nn.Module, images: Tensor) -> list[CPLayer]:
     return found
 
 
-class WeightsAhead:
-    """``rebuild()`` before the forward pass and ``backward()`` after the loss's own, instead of forward's doing it."""
+# --- what kernels train ----------------------------------------------------------------------------------------------
 
-    def __init__(self, layers: Sequence[CPLayer], precision: str, rebuild: Rebuild) -> None:
-        self.together = [layer for layer in layers if has_kernel(layer)]
-        self.others = [layer for layer in layers if not has_kernel(layer)]
-        self.layers, self.precision, self.rebuild_one = [*self.together, *self.others], precision, rebuild
-        self.weights: list[Tensor] = []
+
+def trained_terms(
+    layers: Sequence[CPLayer], optimizer: torch.optim.Optimizer, precision: str
+) -> tuple[list[CPLayer], TrainedTerms | None]:
+    """Those of the layers that kernels can rebuild and train as this optimizer would, and the kernels."""
+    uses = Counter(id(p) for layer in layers for p in layer.canonical_parameters())
+    found = [layer for layer in layers if has_kernel(layer) and uses[id(layer.lambdas)] == 1]
+    rule = optimizer_rule(optimizer) if found else None
+    if rule is None:
+        return [], None
+    from cpnorm.kernels import TrainedTerms
+
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    return found, TrainedTerms([layer.canonical_parameters() for layer in found], dtype, rule)
+
+
+def optimizer_rule(optimizer: torch.optim.Optimizer) -> Rule | None:
+    """What a step of this optimizer does, with the states it would keep; None: not one that kernels know."""
+    from cpnorm.kernels import Rule
+
+    names: tuple[str | None, str | None]
+    first = optimizer.param_groups[0]
+    if isinstance(optimizer, torch.optim.SGD):
+        names = ("momentum_buffer" if first["momentum"] else None, None)
+        settings = {"decay": first["weight_decay"], "beta1": first["momentum"]}
+    elif isinstance(optimizer, FusedRMSprop):
+        names = (None, "square_avg")
+        settings = {"decay": first["weight_decay"], "beta2": first["alpha"], "eps": first["eps"]}
+    elif isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+        names = ("exp_avg", "exp_avg_sq")
+        beta1, beta2 = first["betas"]
+        settings = {"decay": first["weight_decay"], "decoupled": first["decoupled_weight_decay"], "eps": first["eps"]}
+        settings |= {"beta1": beta1, "rest1": 1 - beta1, "beta2": beta2, "corrected": True}
+    else:
+        return None
+    rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+
+    def slots(parameter: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
+        state = optimizer.state[parameter]
+        for name in names:
+            if name is not None and name not in state:
+                state[name] = torch.zeros_like(parameter)
+        if "beta2" in settings and "step" not in state:
+            state["step"] = torch.zeros((), device=parameter.device)
+        one, two = (None if name is None else state[name] for name in names)
+        return one, two, rates[parameter], state["step"] if settings.get("corrected") else None
+
+    return Rule(slots, **settings)
+
+
+def _gradients(layer: CPLayer) -> list[Tensor]:
+    found = [tensor.grad for tensor in layer.ahead or ()]
+    return [gradient for gradient in found if gradient is not None]
+
+
+class WeightsAhead:
+    """``rebuild()`` before the forward pass and ``backward()`` after the loss's own, instead of forward's doing it.
+
+    Layers that kernels train have had their step after that, unit columns and all; but for sigma, which gets its
+    gradient, as the terms of other layers do.
+    """
+
+    def __init__(
+        self,
+        paths: Mapping[CPLayer, str],
+        precision: str,
+        rebuild: Rebuild,
+        trained: Sequence[CPLayer] = (),
+        terms: TrainedTerms | None = None,  # of those
+    ) -> None:
+        self.trained, self.terms = list(trained), terms
+        self.others = [layer for layer, path in paths.items() if path == "rebuild" and layer not in self.trained]
+        self.paths, self.precision, self.rebuild_one = dict(paths), precision, rebuild
+        self.weights: list[Tensor] = []  # of the others
 
     def rebuild(self) -> None:
-        """Hold every layer's W ready."""
-        for start in range(0, len(self.together), AT_ONCE):
-            self.weights += kernel_rebuild(self.together[start : start + AT_ONCE], self.precision)
+        """Hold every layer's W ready, or its two sides."""
+        if self.terms is not None:
+            self.terms.multiply()
+            for index, layer in enumerate(self.trained):
+                rebuilds = self.paths[layer] == "rebuild"
+                made = (self.terms.weight(index),) if rebuilds else self.terms.sides[index]
+                layer.ahead = tuple(tensor.detach().requires_grad_() for tensor in made)
         self.weights += [self.rebuild_one(layer, self.precision) for layer in self.others]
-        for layer, weight in zip(self.layers, self.weights, strict=True):
-            layer.ahead = weight.detach().requires_grad_()
+        for layer, weight in zip(self.others, self.weights, strict=True):
+            layer.ahead = (weight.detach().requires_grad_(),)
 
     def backward(self) -> None:
-        """From the gradients of the weights to those of their terms."""
-        torch.autograd.backward(self.weights, [layer.ahead.grad for layer in self.layers if layer.ahead is not None])
+        """From the gradients of what was held ready to trained terms, or to their gradients."""
+        if self.weights:
+            torch.autograd.backward(self.weights, [_gradients(layer)[0] for layer in self.others])
+        if self.terms is not None:
+            sides = []
+            for index, layer in enumerate(self.trained):
+                first, *rest = _gradients(layer)
+                sides.append((first, rest[0]) if rest else self.terms.side_gradients(index, first))
+            for layer, gradient in zip(self.trained, self.terms.update(sides), strict=True):
+                layer.sigma.grad = gradient
         self.release()
 
     def release(self) -> None:
         """Let the layers rebuild their weights themselves again."""
-        for layer in self.layers:
+        for layer in (*self.trained, *self.others):
             layer.ahead = None
         self.weights.clear()

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cpnorm
 from cpnorm.lab import compiling
-from cpnorm.lab.ahead import WeightsAhead, compiled_rebuild, rebuilding_layers, rebuilt_weight
+from cpnorm.lab.ahead import WeightsAhead, compiled_rebuild, rebuilt_weight, trained_terms, training_paths
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet, augment, normalize
+
+if TYPE_CHECKING:
+    from cpnorm.kernels import TrainedTerms
 
 log = logging.getLogger("cpnorm.lab")
 
@@ -122,6 +125,7 @@ class Step:
         self.random = torch.Generator(self.device)  # a run's own, whatever others do meanwhile
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.captures = compile and self.on_gpu and world == 1
+        self.kernels: tuple[Sequence[cpnorm.CPLayer], TrainedTerms | None] | None = None  # not asked for yet
         self.ahead: WeightsAhead | None = None  # while a captured step is recorded
         self.test_ahead: WeightsAhead | None = None  # as it was recorded
         self.test_compiled = False
@@ -184,7 +188,7 @@ class Step:
         if self.ahead:
             self.ahead.backward()
         self.optimizer.step()
-        if self.renormalize:
+        if self.renormalize and not (self.ahead and len(self.ahead.trained) == len(self.layers)):
             self.renormalize()
         self.cursor += size
         self.sums += totals
@@ -248,9 +252,11 @@ class Step:
                 with self.stream(), compiling.ready(self.model) if compiles else nullcontext():
                     if ahead:
                         images = normalize(self.data.train_images[:size], *self.recipe[:2], torch.float32)
-                        layers = self.layers if every and compiles else rebuilding_layers(self.model, images)
+                        paths = training_paths(self.model, images)
+                        if every and compiles:
+                            paths = dict.fromkeys(paths, "rebuild")
                         rebuild = compiled_rebuild() if compiles and not every else rebuilt_weight
-                        self.ahead = WeightsAhead(layers, self.precision, rebuild)
+                        self.ahead = WeightsAhead(paths, self.precision, rebuild, *self._trained())
                     for _ in range(WARM_UP_STEPS):
                         self._take(size, loss)
                         self.cursor.zero_()
@@ -274,6 +280,13 @@ class Step:
                 torch.cuda.synchronize()
                 self._restore(before)
         self.captures = False
+
+    def _trained(self) -> tuple[Sequence[cpnorm.CPLayer], TrainedTerms | None]:
+        """Once for all sizes of batches: each has its graph, and they take turns."""
+        if self.kernels is None:
+            known = self.config.lambda_l1 == 0  # the kernels have lambdas' gradients to themselves
+            self.kernels = trained_terms(self.layers if known else (), self.optimizer, self.precision)
+        return self.kernels
 
     def _recorded(self, size: int, loss: Loss) -> torch.cuda.CUDAGraph:
         """The step as a graph that shares no memory with those of other runs.
