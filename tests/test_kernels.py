@@ -116,9 +116,11 @@ def test_steps_as_torch_takes_them(layers: list[Shape], optimizer: str, precisio
     from cpnorm.kernels import TrainedTerms
 
     if precision != "fp32" and optimizer in ("rmsprop", "adam", "adamw"):
-        pytest.skip("the first steps follow the sign of a gradient, however small: rounding turns it")
+        pytest.skip("rounding turns the sign of many a small gradient, which these follow")
     torch.manual_seed(0)
     tolerance, rate = PRECISIONS[precision], 0.01
+    if optimizer in ("rmsprop", "adam", "adamw"):  # steps follow a gradient's sign, however small: rounding may turn it
+        tolerance = 2e-3
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     terms = [terms_of(*layer) for layer in layers]
     exact = in_double(terms)
@@ -127,9 +129,9 @@ def test_steps_as_torch_takes_them(layers: list[Shape], optimizer: str, precisio
     rule = ahead.optimizer_rule(followed)
     assert rule is not None
     trained = TrainedTerms(terms, dtype, rule)
+    trained.multiply()
     for _ in range(2 if precision == "fp32" else 1):  # later steps start from different roundings
         old = [[term.detach().clone() for term in of_layer] for of_layer in terms]
-        trained.multiply()
         right.zero_grad()
         sides = []
         for index, of_layer in enumerate(exact):
@@ -144,6 +146,10 @@ def test_steps_as_torch_takes_them(layers: list[Shape], optimizer: str, precisio
         radial = [(lambdas.grad * lambdas).norm().item() for _, lambdas, *_ in exact]
         gradients = [sigma.grad.item() for sigma, *_ in exact]
         right.step()
+        with torch.no_grad():
+            for of_layer, wanted_terms in zip(terms, exact, strict=True):
+                of_layer[0].copy_(wanted_terms[0])  # sigma, left to the optimizer
+        trained.renew()
         cpnorm.renormalize_terms(
             [f for of_layer in exact for f in of_layer[2:]], [of_layer[1] for of_layer in exact for _ in of_layer[2:]]
         )
@@ -164,8 +170,6 @@ def test_steps_as_torch_takes_them(layers: list[Shape], optimizer: str, precisio
                         )
                     elif "adam" in optimizer:
                         assert followed.state[new][key] == value
-            with torch.no_grad():
-                of_layer[0].copy_(wanted_terms[0])  # the optimizer's own
 
 
 def test_vectors_that_die() -> None:
@@ -179,6 +183,7 @@ def test_vectors_that_die() -> None:
     trained = TrainedTerms(terms, torch.float32, rule)
     trained.multiply()
     trained.update([(torch.zeros_like(left), torch.zeros_like(right)) for left, right in trained.sides])
+    trained.renew()
     for _, lambdas, *factors in terms:
         assert not lambdas.any()
         for factor in factors:
@@ -216,14 +221,16 @@ def test_a_network_trains_as_without_kernels(optimizer: str, linear: str, monkey
     trained, terms = ahead.trained_terms(layers, followed, "fp32")
     assert trained == layers
     weights = ahead.WeightsAhead(paths, "fp32", ahead.rebuilt_weight, trained, terms)
+    weights.multiply()
     for _ in range(2):
         followed.zero_grad()
         plain.zero_grad()
-        weights.rebuild()
+        weights.hold()
         with_kernels(images).square().sum().backward()
         weights.backward()
         assert all(layer.ahead is None for layer in layers)
         followed.step()
+        weights.finish()
         without(images).square().sum().backward()
         plain.step()
         cpnorm.renormalize(without)

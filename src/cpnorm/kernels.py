@@ -99,20 +99,33 @@ class Renormalizer:
 # belongs to a layer stands in a row of a table of integers, most of them addresses:
 #
 #    0  lambdas, a, b, k1, k2: for each its address, those of the optimizer's two states, and that of its learning rate
-#   20  sigma, number of steps, the terms' parts of sigma's gradient; R, and R rounded up: the width of left and right
-#   25  left: address, rows of a, steps in left from row to row of a and of k1, rows of k1
-#   30  right: the same of b and k2
-SIGMA, STEPS, PARTS, RANK, WIDTH, LEFT, RIGHT, FIELDS = (tl.constexpr(n) for n in (20, 21, 22, 23, 24, 25, 30, 35))
+#   20  sigma, number of steps, R, R rounded up (the width of left and right), whether there are k1 and k2;
+#   25  of each term: its part of sigma's gradient, the radial part of its vectors' gradients, its scale, the scale's
+#       gradient
+#   29  left: its address, rows of a, steps in left from row to row of a and of k1, rows of k1; of each term: sums over
+#       the rows of a of d left * a, and of a * a, by blocks of rows; 1 / |a|
+#   37  right: the same of b and k2
+#
+# A step of the optimizer goes through a and b three times, block by block, since twice something has to be summed over
+# a whole column first; between, kernels that see a term as a whole do what is left:
+#
+#   _totals   sums of d left * a and of d right * b
+#   _radials  gradients of scales and k's, radial parts
+#   _move     the optimizer's step of a and b, sums of squares
+#   _finish   the optimizer's step of lambdas and k's, norms
+#   _renew    unit columns, and left and right for the next step
+SIGMA, STEPS, RANK, WIDTH, CONVOLUTION = (tl.constexpr(n) for n in range(20, 25))
+PARTS, RADIAL, SCALES, BY_SCALE, LEFT, RIGHT, FIELDS = (tl.constexpr(n) for n in (25, 26, 27, 28, 29, 37, 45))
 
-# Rows and columns of a factor that one program holds at once, and its warps.
-PRODUCTS = (16, 128, 4)
-UPDATE_CONV = (128, 16, 8, 2)
-UPDATE_LINEAR = (512, 8, 16, 2)  # few columns: tall factors have too few of them for a whole GPU
+# Rows and columns of a factor that one program holds, and its warps.
+TOTALS = MOVE = (32, 128, 8)  # of as many rows are the blocks that sums are kept for
+RENEW = (16, 128, 4)
+TERMS = 64  # columns of a program of _radials and _finish
 
 
 @triton.jit
 def _floats(place):  # type: ignore[no-untyped-def]
-    return tl.load(place).to(tl.pointer_type(tl.float32))
+    return tl.multiple_of(tl.load(place).to(tl.pointer_type(tl.float32)), 16)
 
 
 @triton.jit
@@ -121,57 +134,112 @@ def _number(place, multiple: tl.constexpr = 1):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _products(table, programs, dtype: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
-    program = programs + tl.program_id(0) * 4
-    entry = table + tl.load(program) * FIELDS
-    is_right = _number(program + 1)
-    row = _number(program + 2) + tl.arange(0, rows)
-    column = _number(program + 3, 64) + tl.arange(0, columns)
-    rank, width = _number(entry + RANK), _number(entry + WIDTH, 64)
-    side = entry + LEFT + is_right * (RIGHT - LEFT)
-    out = tl.multiple_of(tl.load(side).to(tl.pointer_type(dtype)), 16)
-    size, big_step, small_step, count = _number(side + 1), _number(side + 2), _number(side + 3), _number(side + 4)
-    big, small = _floats(entry + 4 + is_right * 4), _floats(entry + 12 + is_right * 4)
-
-    there = column < rank
-    scales = tl.load(_floats(entry + SIGMA)) * tl.load(_floats(entry) + column, mask=there, other=0.0)
-    x = tl.load(big + row[:, None] * rank + column[None, :], mask=(row < size)[:, None] & there[None, :], other=0.0)
-    x = x * tl.where(is_right == 0, scales, 1.0)[None, :]
-    for j in range(count):
-        k = tl.load(small + j * rank + column, mask=there, other=0.0)
-        place = out + (row * big_step + j * small_step)[:, None] * width + column[None, :]
-        tl.store(place, (x * k[None, :]).to(dtype), mask=(row < size)[:, None] & (column < width)[None, :])
+def _factor(parameter):  # type: ignore[no-untyped-def]
+    return _floats(parameter), _floats(parameter + 1), _floats(parameter + 2), tl.load(_floats(parameter + 3))
 
 
 @triton.jit
-def _block(d, side, row, column, width, count: tl.constexpr, padded: tl.constexpr):  # type: ignore[no-untyped-def]
-    # (count, rows, columns) of the gradient of left or right, whose columns go on to its width, with zeros.
+def _side(side):  # type: ignore[no-untyped-def]
+    return _number(side + 1), _number(side + 2), _number(side + 3), _number(side + 4)
+
+
+@triton.jit
+def _small(parameter, column, rank, count, padded: tl.constexpr):  # type: ignore[no-untyped-def]
     part = tl.arange(0, padded)
-    size, big_step, small_step = side
-    place = (row[None, :] * big_step + part[:, None] * small_step)[:, :, None] * width + column[None, None, :]
-    filled = (part < count)[:, None, None] & (row < size)[None, :, None] & (column < width)[None, None, :]
-    return tl.load(d + place, mask=filled, other=0.0).to(tl.float32)
+    inside = (part < count)[:, None] & (column < rank)[None, :]
+    return tl.load(_floats(parameter) + part[:, None] * rank + column[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
-def _over_rows(  # type: ignore[no-untyped-def]
-    d, big, side, column, rank, width,
-    count: tl.constexpr, padded: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
-):  # fmt: skip
-    # (count, columns): <d, big> over the rows of the big factor; summed at the end, as a sum makes all threads wait.
-    size = side[0]
-    total = tl.zeros([padded, rows, columns], tl.float32)
-    for start in range(0, size, rows):
-        row = start + tl.arange(0, rows)
-        inside = (row < size)[:, None] & (column < rank)[None, :]
-        x = tl.load(big + row[:, None] * rank + column[None, :], mask=inside, other=0.0)
-        total += _block(d, side, row, column, width, count, padded) * x[None, :, :]
+def _part(d, sides, j, row, column, width):  # type: ignore[no-untyped-def]
+    # (rows, columns) of the gradient of left or right for row j of the small factor; columns go on to the width, zeros.
+    size, big_step, small_step, _ = sides
+    place = (row * big_step + j * small_step)[:, None] * width + column[None, :]
+    return tl.load(d + place, mask=(row < size)[:, None] & (column < width)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _chosen(ds, which):  # type: ignore[no-untyped-def]
+    d = ds[0]
+    for i in tl.static_range(1, len(ds)):
+        if which == i:
+            d = ds[i]
+    return d
+
+
+@triton.jit
+def _program(table, programs):  # type: ignore[no-untyped-def]
+    # The layer's entry, whether right is meant, its gradient's place among others, first row and first column.
+    program = programs + tl.program_id(0) * 5
+    entry = table + tl.load(program) * FIELDS
+    return entry, _number(program + 1), _number(program + 2), _number(program + 3), _number(program + 4, 64)
+
+
+@triton.jit
+def _totals_of(d, big, sums, sides, row, column, rank, width, count: tl.constexpr):  # type: ignore[no-untyped-def]
+    there = column < rank
+    inside = (row < sides[0])[:, None] & there[None, :]
+    x = tl.load(big + row[:, None] * rank + column[None, :], mask=inside, other=0.0)
+    for j in tl.static_range(count):
+        total = tl.sum(_part(d, sides, j, row, column, width) * x, axis=0)
+        tl.store(sums + j * rank + column, total, mask=there)
+
+
+@triton.jit
+def _totals(table, programs, ds, count: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
+    entry, is_right, which, first, start = _program(table, programs)
+    d, side = _chosen(ds, which), entry + LEFT + is_right * (RIGHT - LEFT)
+    sides, big = _side(side), _floats(entry + 4 + is_right * 4)
+    row, column = first + tl.arange(0, rows), start + tl.arange(0, columns)
+    rank, width = _number(entry + RANK), _number(entry + WIDTH)
+    sums = _floats(side + 5) + first // rows * count * rank
+    if rank % 4 == 0:  # then numbers are read four at a time
+        _totals_of(d, big, sums, sides, row, column, rank // 4 * 4, width // 4 * 4, count)
+    else:
+        _totals_of(d, big, sums, sides, row, column, rank, width, count)
+
+
+@triton.jit
+def _over_blocks(sums, size, count, column, rank, padded: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    # (parts, columns)
+    part, several = tl.arange(0, padded), tl.arange(0, 16)
+    total = tl.zeros([padded, 16, column.shape[0]], tl.float32)
+    blocks = tl.cdiv(size, block)
+    for start in range(0, blocks, 16):
+        at = start + several
+        place = (at[None, :] * count + part[:, None])[:, :, None] * rank + column[None, None, :]
+        known = (part < count)[:, None, None] & (at < blocks)[None, :, None] & (column < rank)[None, None, :]
+        total += tl.load(sums + place, mask=known, other=0.0)
     return tl.sum(total, axis=1)
 
 
 @triton.jit
-def _moved(p, g, slots, place, there, numbers, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-    first, second, rate = slots
+def _radials(table, programs, padded: tl.constexpr, block: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
+    entry, _, _, _, start = _program(table, programs)
+    column = start + tl.arange(0, columns)
+    rank = _number(entry + RANK)
+    there = column < rank
+    for is_right in tl.static_range(2):
+        side = entry + LEFT + is_right * (RIGHT - LEFT)
+        size, _, _, count = _side(side)
+        if is_right == 0 or _number(entry + CONVOLUTION) == 1:
+            total = _over_blocks(_floats(side + 5), size, count, column, rank, padded, block)
+            part = tl.arange(0, padded)
+            tl.debug_barrier()  # all have been read: the first block's place is taken by the sum of all
+            place = _floats(side + 5) + part[:, None] * rank + column[None, :]
+            tl.store(place, total, mask=(part < count)[:, None] & there[None, :])
+            if is_right == 0:
+                sigma = tl.load(_floats(entry + SIGMA))
+                lambdas = tl.load(_floats(entry) + column, mask=there, other=0.0)
+                by_scale = tl.sum(total * _small(entry + 12, column, rank, count, padded), axis=0)
+                tl.store(_floats(entry + PARTS) + column, by_scale * lambdas, mask=there)
+                tl.store(_floats(entry + RADIAL) + column, by_scale * sigma * lambdas, mask=there)  # see UnitTerms
+                tl.store(_floats(entry + SCALES) + column, sigma * lambdas, mask=there)
+                tl.store(_floats(entry + BY_SCALE) + column, by_scale * sigma, mask=there)
+
+
+@triton.jit
+def _moved(p, g, first, second, rate, place, there, numbers, kind: tl.constexpr):  # type: ignore[no-untyped-def]
     decay, beta1, rest1, beta2, rest2, eps, correction1, correction2 = numbers
     if kind[2]:  # decoupled weight decay
         p = p - rate * decay * p
@@ -189,168 +257,150 @@ def _moved(p, g, slots, place, there, numbers, kind: tl.constexpr):  # type: ign
 
 
 @triton.jit
-def _slots(parameter):  # type: ignore[no-untyped-def]
-    return _floats(parameter + 1), _floats(parameter + 2), tl.load(_floats(parameter + 3))
-
-
-@triton.jit
-def _renewed(squares, tiny):  # type: ignore[no-untyped-def]
-    total = tl.sum(squares, axis=0)
-    alive = total > tiny
-    return alive, tl.where(alive, 1.0 / tl.sqrt(tl.where(alive, total, 1.0)), 0.0)
-
-
-@triton.jit
-def _update_big(  # type: ignore[no-untyped-def]
-    d, parameter, side, column, rank, width, k, scales, radial, numbers, tiny, kind: tl.constexpr,
-    count: tl.constexpr, padded: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
-):  # fmt: skip
-    factor, slots, size = _floats(parameter), _slots(parameter), side[0]
-    squares = tl.zeros([rows, columns], tl.float32)
-    for start in range(0, size, rows):
-        row = start + tl.arange(0, rows)
-        inside = (row < size)[:, None] & (column < rank)[None, :]
-        place = row[:, None] * rank + column[None, :]
-        x = tl.load(factor + place, mask=inside, other=0.0)
-        g = tl.sum(_block(d, side, row, column, width, count, padded) * k[:, None, :], axis=0)
-        x = _moved(x, g * scales[None, :] - x * radial[None, :], slots, place, inside, numbers, kind)
-        tl.store(factor + place, x, mask=inside)
-        squares += x * x
-    alive, inverse = _renewed(squares, tiny)
-    tl.debug_barrier()  # the next loop may read by other threads what this one wrote
-    flat = 1.0 / tl.sqrt(size.to(tl.float32))
-    for start in range(0, size, rows):
-        row = start + tl.arange(0, rows)
-        inside = (row < size)[:, None] & (column < rank)[None, :]
-        place = factor + row[:, None] * rank + column[None, :]
-        x = tl.load(place, mask=inside, other=0.0)
-        tl.store(place, tl.where(alive[None, :], x * inverse[None, :], flat), mask=inside)
-    return alive
-
-
-@triton.jit
-def _update_small(  # type: ignore[no-untyped-def]
-    k, g, parameter, column, rank, numbers, tiny, kind: tl.constexpr, count: tl.constexpr, padded: tl.constexpr
-):
-    part = tl.arange(0, padded)
-    inside = (part < count)[:, None] & (column < rank)[None, :]
-    place = part[:, None] * rank + column[None, :]
-    k = _moved(k, g, _slots(parameter), place, inside, numbers, kind)
-    alive, inverse = _renewed(k * k, tiny)
-    flat = 1.0 / tl.sqrt(count * 1.0)
-    tl.store(_floats(parameter) + place, tl.where(alive[None, :], k * inverse[None, :], flat), mask=inside)
-    return alive
-
-
-@triton.jit
-def _small(parameter, column, rank, count: tl.constexpr, padded: tl.constexpr):  # type: ignore[no-untyped-def]
-    part = tl.arange(0, padded)
-    inside = (part < count)[:, None] & (column < rank)[None, :]
-    return tl.load(_floats(parameter) + part[:, None] * rank + column[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def _side(side):  # type: ignore[no-untyped-def]
-    return _number(side + 1), _number(side + 2), _number(side + 3)
-
-
-@triton.jit
 def _correction(steps, log_beta):  # type: ignore[no-untyped-def]
     # In double precision: in single, little of 1 - 0.999 would be right.
     return (1.0 - tl.exp2(steps.to(tl.float64) * log_beta)).to(tl.float32)
 
 
 @triton.jit
-def _update(  # type: ignore[no-untyped-def]
-    table, programs, d_sides, numbers, logs, tiny, kind: tl.constexpr, convolution: tl.constexpr,
-    n1: tl.constexpr, n2: tl.constexpr, padded1: tl.constexpr, padded2: tl.constexpr,
-    rows: tl.constexpr, columns: tl.constexpr, vector: tl.constexpr,
-):  # fmt: skip
-    program = programs + tl.program_id(0) * 3
-    entry = table + tl.load(program) * FIELDS
-    which = _number(program + 1)
-    d_left, d_right = d_sides[0]
-    for i in tl.static_range(1, len(d_sides)):
-        if which == i:
-            d_left, d_right = d_sides[i]
-    column = _number(program + 2, vector) + tl.arange(0, columns)
-    rank, width = _number(entry + RANK), _number(entry + WIDTH, vector)
-    there = column < rank
-    left, right = _side(entry + LEFT), _side(entry + RIGHT)
+def _with_corrections(entry, numbers, logs, kind: tl.constexpr):  # type: ignore[no-untyped-def]
     correction1, correction2 = 1.0, 1.0
     if kind[3]:
         steps = tl.load(_floats(entry + STEPS))
         correction1, correction2 = _correction(steps, logs[0]), tl.sqrt(_correction(steps, logs[1]))
-    numbers = numbers + (correction1, correction2)  # noqa: RUF005 (what triton knows)
-
-    sigma, lambdas = tl.load(_floats(entry + SIGMA)), tl.load(_floats(entry) + column, mask=there, other=0.0)
-    scales, ones = sigma * lambdas, tl.full([columns], 1.0, tl.float32)
-    k1, k2 = _small(entry + 12, column, rank, n1, padded1), _small(entry + 16, column, rank, n2, padded2)
-    total1 = _over_rows(
-        d_left, _floats(entry + 4), left, column, rank, width, n1, padded1, rows, columns
-    )  # fmt: skip
-    by_scale = tl.sum(total1 * k1, axis=0)
-    radial = by_scale * scales  # of every vector's gradient: see UnitTerms
-    tl.store(_floats(entry + PARTS) + column, by_scale * lambdas, mask=there)
-    if convolution:
-        total2 = _over_rows(
-            d_right, _floats(entry + 8), right, column, rank, width, n2, padded2, rows, columns
-        )  # fmt: skip
-    tl.debug_barrier()
-
-    alive = _update_big(
-        d_left,
-        entry + 4,
-        left,
-        column,
-        rank,
-        width,
-        k1,
-        scales,
-        radial,
-        numbers,
-        tiny,
-        kind,
-        n1,
-        padded1,
-        rows,
-        columns,
-    )
-    alive = alive & _update_big(
-        d_right,
-        entry + 8,
-        right,
-        column,
-        rank,
-        width,
-        k2,
-        ones,
-        radial,
-        numbers,
-        tiny,
-        kind,
-        n2,
-        padded2,
-        rows,
-        columns,
-    )
-    if convolution:
-        g1, g2 = total1 * scales[None, :] - k1 * radial[None, :], total2 - k2 * radial[None, :]
-        alive = alive & _update_small(k1, g1, entry + 12, column, rank, numbers, tiny, kind, n1, padded1)
-        alive = alive & _update_small(k2, g2, entry + 16, column, rank, numbers, tiny, kind, n2, padded2)
-    lambdas = _moved(lambdas, by_scale * sigma, _slots(entry), column, there, numbers, kind)
-    tl.store(_floats(entry) + column, tl.where(alive, lambdas, 0.0), mask=there)
+    return numbers + (correction1, correction2)  # noqa: RUF005 (what triton knows)
 
 
 @triton.jit
-def _sums(table, out, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    entry = table + tl.program_id(0) * FIELDS
-    parts, size = _floats(entry + PARTS), _number(entry + RANK)
-    total = tl.zeros([block], tl.float32)
-    for start in range(0, size, block):
-        at = start + tl.arange(0, block)
-        total += tl.load(parts + at, mask=at < size, other=0.0)
-    tl.store(out + tl.program_id(0), tl.sum(total, axis=0))
+def _move_of(  # type: ignore[no-untyped-def]
+    d, big, small, sums, sides, row, column, rank, width, scales, radial, numbers, kind: tl.constexpr,
+    count: tl.constexpr,
+):  # fmt: skip
+    factor, one, two, rate = _factor(big)
+    there = column < rank
+    inside = (row < sides[0])[:, None] & there[None, :]
+    place = row[:, None] * rank + column[None, :]
+    x = tl.load(factor + place, mask=inside, other=0.0)
+    g = x * 0.0
+    for j in tl.static_range(count):
+        k = tl.load(small + j * rank + column, mask=there, other=0.0)
+        g += _part(d, sides, j, row, column, width) * (k * scales)[None, :]
+    x = _moved(x, g - x * radial[None, :], one, two, rate, place, inside, numbers, kind)
+    tl.store(factor + place, x, mask=inside)
+    tl.store(sums + column, tl.sum(x * x, axis=0), mask=there)
+
+
+@triton.jit
+def _move(  # type: ignore[no-untyped-def]
+    table, programs, ds, numbers, logs, kind: tl.constexpr,
+    count: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
+    entry, is_right, which, first, start = _program(table, programs)
+    d, side = _chosen(ds, which), entry + LEFT + is_right * (RIGHT - LEFT)
+    sides, big, small = _side(side), entry + 4 + is_right * 4, _floats(entry + 12 + is_right * 4)
+    row, column = first + tl.arange(0, rows), start + tl.arange(0, columns)
+    rank, width = _number(entry + RANK), _number(entry + WIDTH)
+    numbers = _with_corrections(entry, numbers, logs, kind)
+    radial = tl.load(_floats(entry + RADIAL) + column, mask=column < rank, other=0.0)
+    scales = tl.load(_floats(entry + SCALES) + column, mask=column < rank, other=0.0)
+    scales = tl.where(is_right == 0, scales, 1.0)
+    sums = _floats(side + 6) + first // rows * rank
+    if rank % 4 == 0:
+        _move_of(
+            d, big, small, sums, sides, row, column, rank // 4 * 4, width // 4 * 4, scales, radial, numbers, kind, count
+        )
+    else:
+        _move_of(d, big, small, sums, sides, row, column, rank, width, scales, radial, numbers, kind, count)
+
+
+@triton.jit
+def _inverse(squares, tiny):  # type: ignore[no-untyped-def]
+    return tl.where(squares > tiny, 1.0 / tl.sqrt(tl.where(squares > tiny, squares, 1.0)), -1.0)  # a dead one's is -1
+
+
+@triton.jit
+def _finish(  # type: ignore[no-untyped-def]
+    table, programs, sigma_gradients, numbers, logs, tiny,
+    kind: tl.constexpr, padded: tl.constexpr, block: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
+    entry, _, layer, _, start = _program(table, programs)
+    column = start + tl.arange(0, columns)
+    rank = _number(entry + RANK)
+    there = column < rank
+    numbers = _with_corrections(entry, numbers, logs, kind)
+    radial = tl.load(_floats(entry + RADIAL) + column, mask=there, other=0.0)
+    alive = there
+    for is_right in tl.static_range(2):
+        side = entry + LEFT + is_right * (RIGHT - LEFT)
+        size, _, _, count = _side(side)
+        squares = tl.sum(_over_blocks(_floats(side + 6), size, 1, column, rank, 1, block), axis=0)
+        inverse = _inverse(squares, tiny)
+        tl.store(_floats(side + 7) + column, inverse, mask=there)
+        alive = alive & (inverse > 0)
+        if _number(entry + CONVOLUTION) == 1:
+            parameter = entry + 12 + is_right * 4
+            scales = tl.load(_floats(entry + SCALES) + column, mask=there & (is_right == 0), other=1.0)
+            part = tl.arange(0, padded)
+            inside, place = (part < count)[:, None] & there[None, :], part[:, None] * rank + column[None, :]
+            k, one, two, rate = _factor(parameter)
+            x = tl.load(k + place, mask=inside, other=0.0)
+            g = tl.load(_floats(side + 5) + place, mask=inside, other=0.0)
+            x = _moved(x, g * scales[None, :] - x * radial[None, :], one, two, rate, place, inside, numbers, kind)
+            inverse = _inverse(tl.sum(x * x, axis=0), tiny)
+            flat = 1.0 / tl.sqrt(count.to(tl.float32))
+            tl.store(k + place, tl.where((inverse > 0)[None, :], x * inverse[None, :], flat), mask=inside)
+            alive = alive & (inverse > 0)
+    lambdas, one, two, rate = _factor(entry)
+    x = tl.load(lambdas + column, mask=there, other=0.0)
+    g = tl.load(_floats(entry + BY_SCALE) + column, mask=there, other=0.0)
+    x = _moved(x, g, one, two, rate, column, there, numbers, kind)
+    tl.store(lambdas + column, tl.where(alive, x, 0.0), mask=there)
+    if start == 0:
+        total = tl.zeros([1024], tl.float32)
+        for first in range(0, rank, 1024):
+            at = first + tl.arange(0, 1024)
+            total += tl.load(_floats(entry + PARTS) + at, mask=at < rank, other=0.0)
+        tl.store(sigma_gradients + layer, tl.sum(total, axis=0))
+
+
+@triton.jit
+def _renew_of(  # type: ignore[no-untyped-def]
+    big, small, out, sides, row, column, rank, width, scales, inverse, dtype: tl.constexpr, normalize: tl.constexpr
+):
+    size, big_step, small_step, count = sides
+    inside = (row < size)[:, None] & (column < rank)[None, :]
+    own = big + row[:, None] * rank + column[None, :]
+    x = tl.load(own, mask=inside, other=0.0)
+    if normalize:
+        x = tl.where((inverse > 0)[None, :], x * inverse[None, :], 1.0 / tl.sqrt(size.to(tl.float32)))
+        tl.store(own, x, mask=inside)
+        x = tl.where(inside, x, 0.0)
+    x = x * scales[None, :]
+    for j in range(count):
+        k = tl.load(small + j * rank + column, mask=column < rank, other=0.0)
+        place = out + (row * big_step + j * small_step)[:, None] * width + column[None, :]
+        tl.store(place, (x * k[None, :]).to(dtype), mask=(row < size)[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def _renew(  # type: ignore[no-untyped-def]
+    table, programs, dtype: tl.constexpr, normalize: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr
+):
+    entry, is_right, _, first, start = _program(table, programs)
+    side = entry + LEFT + is_right * (RIGHT - LEFT)
+    sides = _side(side)
+    row, column = first + tl.arange(0, rows), start + tl.arange(0, columns)
+    rank, width = _number(entry + RANK), _number(entry + WIDTH)
+    there = column < rank
+    out = tl.multiple_of(tl.load(side).to(tl.pointer_type(dtype)), 16)
+    big, small = _floats(entry + 4 + is_right * 4), _floats(entry + 12 + is_right * 4)
+    scales = tl.load(_floats(entry + SIGMA)) * tl.load(_floats(entry) + column, mask=there, other=0.0)
+    scales = tl.where(is_right == 0, scales, 1.0)
+    inverse = tl.load(_floats(side + 7) + column, mask=there, other=1.0)
+    if rank % 4 == 0:
+        _renew_of(big, small, out, sides, row, column, rank // 4 * 4, width // 4 * 4, scales, inverse, dtype, normalize)
+    else:
+        _renew_of(big, small, out, sides, row, column, rank, width, scales, inverse, dtype, normalize)
 
 
 @dataclass(frozen=True)
@@ -385,29 +435,49 @@ class TrainedTerms:
         self.sides: list[tuple[Tensor, Tensor]] = []
         self._kept: list[Tensor] = []  # what the table points to
         self._steps: list[Tensor] = []
-        table, products = [], []
-        self._groups: dict[tuple[bool, int, int], list[int]] = {}  # layers whose steps are one launch
-        for index, (sigma, lambdas, a, b, *kernels) in enumerate(layers):
-            rank, (n1, n2) = len(lambdas), (len(k) for k in kernels) if kernels else (1, 1)
-            width = triton.cdiv(rank, 64) * 64  # tensor cores and cache lines both want round numbers
-            rows = triton.cdiv(n2 * len(b), 8) * 8 if kernels else len(b)
-            left, right = (torch.zeros(n, width, dtype=dtype, device=self.device) for n in (n1 * len(a), rows))
-            self.sides.append((left, right))
-            ones, parts = torch.ones_like(lambdas), torch.zeros_like(lambdas)
-            self._kept += [ones, parts]
-            entry = [address for p in (lambdas, a, b, *kernels) for address in self._addresses(p)]
-            if not kernels:
-                entry += 2 * [ones.data_ptr(), 0, 0, 0]
-            steps = self._steps[-1].data_ptr() if rule.corrected else 0  # the same for all its parameters
-            entry += [sigma.data_ptr(), steps, parts.data_ptr(), rank, width]
-            entry += [left.data_ptr(), len(a), n1, 1, n1, right.data_ptr(), len(b), 1, len(b), n2]
-            table.append(entry)
-            for is_right, size in enumerate((len(a), len(b))):
-                starts = [(row, at) for row in range(0, size, PRODUCTS[0]) for at in range(0, width, PRODUCTS[1])]
-                products += [(index, is_right, *start) for start in starts]
-            self._groups.setdefault((bool(kernels), n1, n2), []).append(index)
-        self._table, self._products = self._integers(table), self._integers(products)
-        self._updates = {key: self._programs(key[0], indices) for key, indices in self._groups.items()}
+        counts = [tuple(len(k) for k in kernels) or (1, 1) for _, _, _, _, *kernels in layers]
+        self._table = self._integers([self._entry(layer, n) for layer, n in zip(layers, counts, strict=True)])
+        self._padded = max(triton.next_power_of_2(n) for both in counts for n in both)
+        self._terms = self._integers(
+            [(i, 0, i, 0, at) for i, (_, lambdas, *_) in enumerate(layers) for at in range(0, len(lambdas), TERMS)]
+        )
+        self._renewed = self._programs([(i, side) for i in range(len(layers)) for side in (0, 1)], *RENEW[:2])
+        # Sides whose small factors are of one length are one launch.
+        self._groups: dict[int, list[tuple[int, int]]] = {}
+        for index, both in enumerate(counts):
+            for side, n in enumerate(both):
+                self._groups.setdefault(n, []).append((index, side))
+        self._moves = {n: self._programs(group, *MOVE[:2]) for n, group in self._groups.items()}
+        # Of a linear layer one side is enough to know the gradient of the scales.
+        self._summed = {
+            n: [(i, side) for i, side in group if side == 0 or len(layers[i]) == 6] for n, group in self._groups.items()
+        }
+        self._totals = {n: self._programs(group, *TOTALS[:2]) for n, group in self._summed.items()}
+
+    def _entry(self, layer: Sequence[Tensor], counts: tuple[int, ...]) -> list[int]:
+        sigma, lambdas, a, b, *kernels = layer
+        rank, (n1, n2) = len(lambdas), counts
+        width = triton.cdiv(rank, 64) * 64  # tensor cores and cache lines both want round numbers
+        entry = [address for p in (lambdas, a, b, *kernels) for address in self._addresses(p)]
+        if not kernels:
+            ones = torch.ones_like(lambdas)
+            self._kept.append(ones)
+            entry += 2 * [ones.data_ptr(), 0, 0, 0]
+        steps = self._steps[-1].data_ptr() if self.rule.corrected else 0  # the same for all its parameters
+        entry += [sigma.data_ptr(), steps, rank, width, 1 if kernels else 0]
+        entry += [self._scratch(rank) for _ in range(4)]
+        rows = triton.cdiv(n2 * len(b), 8) * 8 if kernels else len(b)
+        left, right = (torch.zeros(n, width, dtype=self.dtype, device=self.device) for n in (n1 * len(a), rows))
+        self.sides.append((left, right))
+        for side, big, steps_in_side, n in ((left, a, (n1, 1), n1), (right, b, (1, len(b)), n2)):
+            blocks = triton.cdiv(len(big), MOVE[0])
+            entry += [side.data_ptr(), len(big), *steps_in_side, n]
+            entry += [self._scratch(blocks * n * rank), self._scratch(blocks * rank), self._scratch(rank)]
+        return entry
+
+    def _scratch(self, size: int) -> int:
+        self._kept.append(torch.zeros(size, device=self.device))
+        return self._kept[-1].data_ptr()
 
     def _addresses(self, parameter: Tensor) -> list[int]:
         first, second, rate, steps = self.rule.slots(parameter)
@@ -420,18 +490,26 @@ class TrainedTerms:
     def _integers(self, rows: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(rows, dtype=torch.int64, device=self.device)
 
-    def _programs(self, convolution: bool, indices: Sequence[int]) -> Tensor:
-        columns = (UPDATE_CONV if convolution else UPDATE_LINEAR)[1]
-        # Those that take longest start first.
-        order = sorted(range(len(indices)), key=lambda i: -sum(len(f) for f in self.layers[indices[i]][2:]))
-        starts = [(i, at) for i in order for at in range(0, len(self.layers[indices[i]][1]), columns)]
-        return self._integers([(indices[i], i, at) for i, at in starts])
+    def _programs(self, group: Sequence[tuple[int, int]], rows: int, columns: int) -> Tensor:
+        found = []
+        for place, (index, side) in enumerate(group):
+            factor, width = self.layers[index][2 + side], self.sides[index][side].shape[1]
+            starts = [(row, at) for row in range(0, len(factor), rows) for at in range(0, width, columns)]
+            found += [(index, side, place, *start) for start in starts]
+        return self._integers(found)
 
     def multiply(self) -> None:
         """Fill ``sides`` from the terms as they are now."""
-        rows, columns, warps = PRODUCTS
+        self._renew(normalize=False)
+
+    def renew(self) -> None:
+        """Unit columns after ``update``, and ``sides`` for the next step; the sigmas have been updated by now."""
+        self._renew(normalize=True)
+
+    def _renew(self, *, normalize: bool) -> None:
         kind = tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32
-        _products[len(self._products),](self._table, self._products, kind, rows, columns, num_warps=warps)
+        *shape, warps = RENEW
+        _renew[len(self._renewed),](self._table, self._renewed, kind, normalize, *shape, num_warps=warps)
 
     def weight(self, index: int) -> Tensor:
         """W (O, I, k1, k2), channels last, or (O, I), from ``sides``."""
@@ -453,28 +531,32 @@ class TrainedTerms:
         return matrix @ right, matrix.mT @ left
 
     def update(self, d_sides: Sequence[tuple[Tensor, Tensor]]) -> Tensor:  # (layers,)
-        """A step by these gradients of ``sides`` for lambdas and factors, unit columns again; the sigmas' gradients."""
-        rule, tiny = self.rule, torch.finfo(torch.float32).tiny
+        """A step by these gradients of ``sides`` for all but the sigmas, whose gradients come back; then ``renew``."""
+        rule = self.rule
         beta2 = 0.0 if rule.beta2 is None else rule.beta2
         numbers = (rule.decay, rule.beta1, rule.rest1, beta2, 1 - beta2, rule.eps)
         logs = tuple(math.log2(beta) if beta else 0.0 for beta in (rule.beta1, beta2))
         kind = (rule.beta1 > 0, rule.beta2 is not None, rule.decoupled, rule.corrected)
         if self._steps:
             torch._foreach_add_(self._steps, 1.0)
-        for (convolution, n1, n2), programs in self._updates.items():
-            rows, columns, warps, vector = UPDATE_CONV if convolution else UPDATE_LINEAR
-            padded = triton.next_power_of_2(n1), triton.next_power_of_2(n2)
-            rows = max(16, rows * 4 // max(4, *padded))  # a block is held with all its parts
-            gradients = tuple(
-                tuple(side.contiguous() for side in d_sides[index]) for index in self._groups[convolution, n1, n2]
-            )
-            _update[len(programs),](
-                self._table, programs, gradients, numbers, logs, tiny, kind, convolution, n1, n2, *padded,
-                rows, columns, vector, num_warps=warps,
-            )  # fmt: skip
-        sums = torch.empty(len(self.layers), device=self.device)
-        _sums[len(self.layers),](self._table, sums, 1024)
-        return sums
+
+        def gradients(group: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
+            return tuple(d_sides[index][side].contiguous() for index, side in group)
+
+        *shape, warps = TOTALS
+        for n, programs in self._totals.items():
+            ds = gradients(self._summed[n])
+            _totals[len(programs),](self._table, programs, ds, n, *shape, num_warps=warps)
+        _radials[len(self._terms),](self._table, self._terms, self._padded, TOTALS[0], TERMS)
+        *shape, warps = MOVE
+        for n, programs in self._moves.items():
+            ds = gradients(self._groups[n])
+            _move[len(programs),](self._table, programs, ds, numbers, logs, kind, n, *shape, num_warps=warps)
+        sigmas = torch.empty(len(self.layers), device=self.device)
+        tiny = torch.finfo(torch.float32).tiny
+        rest = (numbers, logs, tiny, kind, self._padded, MOVE[0], TERMS)
+        _finish[len(self._terms),](self._table, self._terms, sigmas, *rest)
+        return sigmas
 
 
 def _expect_plain(tensors: Sequence[Tensor]) -> None:

@@ -43,7 +43,7 @@ def test_the_same_gradients(device: str) -> None:
     expected = copy.deepcopy(model)
     expected(images).square().mean().backward()
     ahead = WeightsAhead(paths, "fp32", rebuilt_weight)
-    ahead.rebuild()
+    ahead.hold()
     model(images).square().mean().backward()
     ahead.backward()
 
@@ -75,14 +75,14 @@ def test_only_layers_that_rebuild() -> None:
     paths = training_paths(model, torch.zeros(1, 3, 8, 8))
     assert list(paths.values()) == ["rebuild", "rebuild", "factors"]
     ahead = WeightsAhead(paths, "fp32", rebuilt_weight)
-    ahead.rebuild()
+    ahead.hold()
     assert [layer.ahead is not None for layer in layers] == [True, True, False]
 
 
 def test_release_gives_the_layers_their_weight_back() -> None:
     model = network()
     ahead = WeightsAhead(dict.fromkeys(cpnorm.canonical_layers(model).values(), "rebuild"), "fp32", rebuilt_weight)
-    ahead.rebuild()
+    ahead.hold()
     ahead.release()
     model[0].sigma.data *= 2
     torch.testing.assert_close(model[0].weight, model[0].cp.to_dense())

@@ -104,7 +104,7 @@ def test_one_compilation_for_all_ranks_with_weights_ahead() -> None:
         expected = model(images)
         ahead = WeightsAhead(dict.fromkeys(cpnorm.canonical_layers(model).values(), "rebuild"), "fp32", rebuilt_weight)
         with ready(model):
-            ahead.rebuild()
+            ahead.hold()
             found = compiled(model, images)
             torch.testing.assert_close(found, expected)
             found.sum().backward()

@@ -136,10 +136,10 @@ def _gradients(layer: CPLayer) -> list[Tensor]:
 
 
 class WeightsAhead:
-    """``rebuild()`` before the forward pass and ``backward()`` after the loss's own, instead of forward's doing it.
+    """``hold()`` before the forward pass and ``backward()`` after the loss's own, instead of forward's doing it.
 
-    Layers that kernels train have had their step after that, unit columns and all; but for sigma, which gets its
-    gradient, as the terms of other layers do.
+    Layers that kernels train have had their step then, but for sigma, which gets its gradient, as the terms of other
+    layers do; ``finish()`` after the optimizer's step makes their columns unit again.
     """
 
     def __init__(
@@ -155,10 +155,14 @@ class WeightsAhead:
         self.paths, self.precision, self.rebuild_one = dict(paths), precision, rebuild
         self.weights: list[Tensor] = []  # of the others
 
-    def rebuild(self) -> None:
-        """Hold every layer's W ready, or its two sides."""
+    def multiply(self) -> None:
+        """Take notice of terms that something else than ``finish`` has changed."""
         if self.terms is not None:
             self.terms.multiply()
+
+    def hold(self) -> None:
+        """Have every layer's W ready, or its two sides."""
+        if self.terms is not None:
             for index, layer in enumerate(self.trained):
                 rebuilds = self.paths[layer] == "rebuild"
                 made = (self.terms.weight(index),) if rebuilds else self.terms.sides[index]
@@ -179,6 +183,11 @@ class WeightsAhead:
             for layer, gradient in zip(self.trained, self.terms.update(sides), strict=True):
                 layer.sigma.grad = gradient
         self.release()
+
+    def finish(self) -> None:
+        """After the optimizer's step."""
+        if self.terms is not None:
+            self.terms.renew()
 
     def release(self) -> None:
         """Let the layers rebuild their weights themselves again."""

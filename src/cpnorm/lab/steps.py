@@ -151,7 +151,13 @@ class Step:
         self.order.copy_(self._order(epoch))
         self.cursor.zero_()
         self.sums.zero_()
+        self._take_notice()
         self.random.manual_seed((self.config.seed * 100_003 + epoch) * 1_009 + self.rank)
+
+    def _take_notice(self) -> None:
+        """Of parameters that something else than a step has changed: steps leave what the next one starts from."""
+        if self.kernels and self.kernels[1]:
+            self.kernels[1].multiply()
 
     def _order(self, epoch: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.config.seed * 100_003 + epoch)
@@ -178,7 +184,7 @@ class Step:
         data, offsets = self.data, self.offsets[:size][self.rank :: self.world]
         self.optimizer.zero_grad(set_to_none=True)
         if self.ahead:
-            self.ahead.rebuild()
+            self.ahead.hold()
         batch = (data.train_images, data.train_labels, self.order, self.cursor, offsets)
         loss, totals = loss_function(self.runner, *batch, *self.recipe)
         objective = loss * (self.world / size)  # processes average their gradients, whatever their share of the batch
@@ -188,6 +194,8 @@ class Step:
         if self.ahead:
             self.ahead.backward()
         self.optimizer.step()
+        if self.ahead:
+            self.ahead.finish()
         if self.renormalize and not (self.ahead and len(self.ahead.trained) == len(self.layers)):
             self.renormalize()
         self.cursor += size
@@ -208,7 +216,8 @@ class Step:
             try:
                 with torch.no_grad(), compiling.ready(self.model):
                     if self.test_ahead:
-                        self.test_ahead.rebuild()
+                        self.test_ahead.multiply()
+                        self.test_ahead.hold()
                     return self.tested(images, labels, compiled_loss())
             except Exception as error:  # as in _capture
                 self.test_compiled = False
@@ -257,6 +266,7 @@ class Step:
                             paths = dict.fromkeys(paths, "rebuild")
                         rebuild = compiled_rebuild() if compiles and not every else rebuilt_weight
                         self.ahead = WeightsAhead(paths, self.precision, rebuild, *self._trained())
+                        self.ahead.multiply()
                     for _ in range(WARM_UP_STEPS):
                         self._take(size, loss)
                         self.cursor.zero_()
@@ -279,6 +289,7 @@ class Step:
                     self.ahead = None
                 torch.cuda.synchronize()
                 self._restore(before)
+                self._take_notice()
         self.captures = False
 
     def _trained(self) -> tuple[Sequence[cpnorm.CPLayer], TrainedTerms | None]:
@@ -335,3 +346,4 @@ class Step:
         self.cursor.copy_(state["cursor"])
         self.sums.copy_(state["sums"])
         self.random.set_state(state["random"].cpu())
+        self._take_notice()
