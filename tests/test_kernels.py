@@ -110,6 +110,7 @@ def precision(request: pytest.FixtureRequest) -> Iterator[str]:
     torch.set_float32_matmul_precision("highest")
 
 
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch's own, where the first product is a gradient's
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS.keys())
 def test_steps_as_torch_takes_them(layers: list[Shape], optimizer: str, precision: str) -> None:
@@ -130,7 +131,7 @@ def test_steps_as_torch_takes_them(layers: list[Shape], optimizer: str, precisio
     assert rule is not None
     trained = TrainedTerms(terms, dtype, rule)
     trained.multiply()
-    for _ in range(2 if precision == "fp32" else 1):  # later steps start from different roundings
+    for _ in range(2):
         old = [[term.detach().clone() for term in of_layer] for of_layer in terms]
         right.zero_grad()
         sides = []
@@ -160,16 +161,16 @@ def test_steps_as_torch_takes_them(layers: list[Shape], optimizer: str, precisio
                 new, before, wanted = of_layer[place], old[index][place], wanted_terms[place]
                 allowed = 2 * tolerance * (wanted - before).norm() + 3e-7 * wanted.norm()
                 assert (new - wanted).norm() < allowed, (index, place)
+                new.data.copy_(wanted)  # the next step starts from the same again
                 for key, value in right.state[wanted].items():
+                    state = followed.state[new].get(key)
                     if value.ndim:
-                        state = followed.state[new][key]
-                        assert (state - value).norm() < 2 * tolerance * value.norm().clamp_min(1e-2), (
-                            index,
-                            place,
-                            key,
-                        )
+                        error = (state - value).norm()
+                        assert error < 2 * tolerance * value.norm().clamp_min(1e-2), (index, place, key)
+                        state.copy_(value)
                     elif "adam" in optimizer:
-                        assert followed.state[new][key] == value
+                        assert state == value
+        trained.multiply()
 
 
 def test_vectors_that_die() -> None:

@@ -118,7 +118,7 @@ SIGMA, STEPS, RANK, WIDTH, CONVOLUTION = (tl.constexpr(n) for n in range(20, 25)
 PARTS, RADIAL, SCALES, BY_SCALE, LEFT, RIGHT, FIELDS = (tl.constexpr(n) for n in (25, 26, 27, 28, 29, 37, 45))
 
 # Rows and columns of a factor that one program holds, and its warps.
-TOTALS = MOVE = (32, 128, 8)  # of as many rows are the blocks that sums are kept for
+TOTALS = MOVE = (32, 64, 4)  # of as many rows are the blocks that sums are kept for
 RENEW = (16, 128, 4)
 TERMS = 64  # columns of a program of _radials and _finish
 
@@ -202,11 +202,12 @@ def _totals(table, programs, ds, count: tl.constexpr, rows: tl.constexpr, column
 @triton.jit
 def _over_blocks(sums, size, count, column, rank, padded: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
     # (parts, columns)
-    part, several = tl.arange(0, padded), tl.arange(0, 16)
-    total = tl.zeros([padded, 16, column.shape[0]], tl.float32)
+    several: tl.constexpr = 64 // padded if padded < 64 else 1  # blocks at once
+    part = tl.arange(0, padded)
+    total = tl.zeros([padded, several, column.shape[0]], tl.float32)
     blocks = tl.cdiv(size, block)
-    for start in range(0, blocks, 16):
-        at = start + several
+    for start in range(0, blocks, several):
+        at = start + tl.arange(0, several)
         place = (at[None, :] * count + part[:, None])[:, :, None] * rank + column[None, None, :]
         known = (part < count)[:, None, None] & (at < blocks)[None, :, None] & (column < rank)[None, None, :]
         total += tl.load(sums + place, mask=known, other=0.0)
@@ -465,19 +466,20 @@ class TrainedTerms:
             entry += 2 * [ones.data_ptr(), 0, 0, 0]
         steps = self._steps[-1].data_ptr() if self.rule.corrected else 0  # the same for all its parameters
         entry += [sigma.data_ptr(), steps, rank, width, 1 if kernels else 0]
-        entry += [self._scratch(rank) for _ in range(4)]
-        rows = triton.cdiv(n2 * len(b), 8) * 8 if kernels else len(b)
-        left, right = (torch.zeros(n, width, dtype=self.dtype, device=self.device) for n in (n1 * len(a), rows))
+        entry += self._scratch([width] * 4)
+        rows = n1 * len(a), triton.cdiv(n2 * len(b), 8) * 8 if kernels else len(b)
+        left, right = torch.zeros(sum(rows), width, dtype=self.dtype, device=self.device).split(rows)
         self.sides.append((left, right))
         for side, big, steps_in_side, n in ((left, a, (n1, 1), n1), (right, b, (1, len(b)), n2)):
             blocks = triton.cdiv(len(big), MOVE[0])
             entry += [side.data_ptr(), len(big), *steps_in_side, n]
-            entry += [self._scratch(blocks * n * rank), self._scratch(blocks * rank), self._scratch(rank)]
+            entry += self._scratch([blocks * n * width, blocks * width, width])
         return entry
 
-    def _scratch(self, size: int) -> int:
-        self._kept.append(torch.zeros(size, device=self.device))
-        return self._kept[-1].data_ptr()
+    def _scratch(self, sizes: list[int]) -> list[int]:
+        room = torch.zeros(sum(sizes), device=self.device)
+        self._kept.append(room)
+        return [part.data_ptr() for part in room.split(sizes)]
 
     def _addresses(self, parameter: Tensor) -> list[int]:
         first, second, rate, steps = self.rule.slots(parameter)
@@ -521,14 +523,18 @@ class TrainedTerms:
         return (left @ right.mT)[:, : n2 * len(b)].reshape(len(a), n1, n2, len(b)).permute(0, 3, 1, 2)
 
     def side_gradients(self, index: int, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """From that of W to those of ``sides``."""
+        """From that of W to those of ``sides``; the second takes the place of the right side, which has had its use."""
         left, right = self.sides[index]
         matrix = gradient
         if gradient.ndim == 4:
-            matrix = gradient.permute(0, 2, 3, 1).reshape(len(left), -1)
-            if missing := len(right) - matrix.shape[1]:
-                matrix = torch.nn.functional.pad(matrix, (0, missing))
-        return matrix @ right, matrix.mT @ left
+            tensor = gradient.permute(0, 2, 3, 1)  # (O, k1, k2, I)
+            if len(right) == tensor[0, 0].numel():
+                matrix = tensor.reshape(len(left), len(right))
+            else:
+                matrix = gradient.new_zeros(len(left), len(right))
+                matrix[:, : tensor[0, 0].numel()].unflatten(1, tensor.shape[2:]).copy_(tensor.flatten(0, 1))
+        d_left = matrix @ right
+        return d_left, torch.mm(matrix.mT, left, out=right)
 
     def update(self, d_sides: Sequence[tuple[Tensor, Tensor]]) -> Tensor:  # (layers,)
         """A step by these gradients of ``sides`` for all but the sigmas, whose gradients come back; then ``renew``."""
