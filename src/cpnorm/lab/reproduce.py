@@ -43,8 +43,8 @@ ORDER = (
 )
 POLL_SECONDS = 1.0  # between two looks at what other processes are doing
 # Milliseconds that a step with 64 images, and the test of an image, take on one H200 when eight runs share it.
-STEP_MS = {"none": 0.30, "weight": 0.33, "cp": 0.49, "tai": 0.40}
-TEST_MS = 0.005
+STEP_MS = {"none": 0.29, "weight": 0.33, "cp": 0.44, "tai": 0.40}
+TEST_MS = 0.003
 
 
 @dataclass(frozen=True)

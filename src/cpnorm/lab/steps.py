@@ -247,6 +247,8 @@ class Step:
 
     def _capture(self, size: int) -> None:
         """Record the step for this size of batch; what cannot be compiled or captured is announced and done without."""
+        with self.stream():  # first of all: what stays must not lie scattered among what is freed again
+            trained = self._trained()
         steps = self.config.epochs * len(self.order) // self.config.batch_size
         whole = size == self.config.batch_size  # not the last, smaller batch of an epoch
         every = steps < COMPILE_FROM_STEPS  # every layer rebuilt ahead
@@ -265,7 +267,7 @@ class Step:
                         if every and compiles:
                             paths = dict.fromkeys(paths, "rebuild")
                         rebuild = compiled_rebuild() if compiles and not every else rebuilt_weight
-                        self.ahead = WeightsAhead(paths, self.precision, rebuild, *self._trained())
+                        self.ahead = WeightsAhead(paths, self.precision, rebuild, *trained)
                         self.ahead.multiply()
                     for _ in range(WARM_UP_STEPS):
                         self._take(size, loss)
@@ -293,10 +295,14 @@ class Step:
         self.captures = False
 
     def _trained(self) -> tuple[Sequence[cpnorm.CPLayer], TrainedTerms | None]:
-        """Once for all sizes of batches: each has its graph, and they take turns."""
+        """Layers that kernels train; found once for all sizes of batches: each has its graph, and they take turns."""
         if self.kernels is None:
-            known = self.config.lambda_l1 == 0  # the kernels have lambdas' gradients to themselves
-            self.kernels = trained_terms(self.layers if known else (), self.optimizer, self.precision)
+            self.kernels = ([], None)
+            if self.config.lambda_l1 == 0:  # the kernels have lambdas' gradients to themselves
+                try:
+                    self.kernels = trained_terms(self.layers, self.optimizer, self.precision)
+                except (ImportError, ValueError) as error:
+                    log.warning("canonical layers trained by torch instead of kernels: %s", error)
         return self.kernels
 
     def _recorded(self, size: int, loss: Loss) -> torch.cuda.CUDAGraph:

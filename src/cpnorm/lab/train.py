@@ -70,6 +70,11 @@ class Trainer:
         if model is None:
             cheap = {"init": "kaiming_normal", "lambdas": "ones"} if resumes and config.norm == "cp" else {}
             model = build_model(config.replace(**cheap), data, self.device, progress)
+        if (
+            self.device.type == "cuda"
+        ):  # what building it has left of memory is given back, and its parameters lie close
+            model.cpu()
+            torch.cuda.empty_cache()
         self.model = model.to(self.device)
         if self.device.type == "cuda":  # as the images are: gradients come that way, and need no copy
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
