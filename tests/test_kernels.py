@@ -191,8 +191,27 @@ def test_vectors_that_die() -> None:
             torch.testing.assert_close(factor.detach(), torch.full_like(factor, len(factor) ** -0.5))
 
 
-def test_an_optimizer_that_no_kernel_knows() -> None:
-    assert ahead.optimizer_rule(torch.optim.Adagrad([torch.zeros(1)])) is None
+def test_only_aligned_terms() -> None:
+    """Numbers are read four at a time."""
+    from cpnorm.kernels import TrainedTerms
+
+    terms = terms_of(4, 30, (), 8)
+    rule = ahead.optimizer_rule(torch.optim.SGD(groups([terms], 0.1)))
+    assert rule is not None
+    terms[2] = nn.Parameter(torch.zeros(33, device=DEVICE)[1:].view(4, 8))
+    with pytest.raises(ValueError, match="16 bytes"):
+        TrainedTerms([terms], torch.float32, rule)
+
+
+def test_optimizers_that_no_kernel_knows() -> None:
+    several = [{"params": [torch.zeros(1)], "weight_decay": decay} for decay in (0.0, 0.1)]
+    for unknown in (
+        torch.optim.Adagrad([torch.zeros(1)]),
+        torch.optim.SGD([torch.zeros(1)], momentum=0.9, nesterov=True),
+        torch.optim.Adam([torch.zeros(1)], amsgrad=True),
+        torch.optim.SGD(several),
+    ):
+        assert ahead.optimizer_rule(unknown) is None
 
 
 def network() -> nn.Module:

@@ -118,7 +118,7 @@ SIGMA, STEPS, RANK, WIDTH, CONVOLUTION = (tl.constexpr(n) for n in range(20, 25)
 PARTS, RADIAL, SCALES, BY_SCALE, LEFT, RIGHT, FIELDS = (tl.constexpr(n) for n in (25, 26, 27, 28, 29, 37, 45))
 
 # Rows and columns of a factor that one program holds, and its warps.
-TOTALS = MOVE = (32, 64, 4)  # of as many rows are the blocks that sums are kept for
+BLOCK = (32, 64, 4)  # of _totals and _move: sums are kept by blocks of as many rows
 RENEW = (16, 128, 4)
 TERMS = 64  # columns of a program of _radials and _finish
 
@@ -448,12 +448,12 @@ class TrainedTerms:
         for index, both in enumerate(counts):
             for side, n in enumerate(both):
                 self._groups.setdefault(n, []).append((index, side))
-        self._moves = {n: self._programs(group, *MOVE[:2]) for n, group in self._groups.items()}
+        self._moves = {n: self._programs(group, *BLOCK[:2]) for n, group in self._groups.items()}
         # Of a linear layer one side is enough to know the gradient of the scales.
         self._summed = {
             n: [(i, side) for i, side in group if side == 0 or len(layers[i]) == 6] for n, group in self._groups.items()
         }
-        self._totals = {n: self._programs(group, *TOTALS[:2]) for n, group in self._summed.items()}
+        self._totals = {n: self._programs(group, *BLOCK[:2]) for n, group in self._summed.items()}
 
     def _entry(self, layer: Sequence[Tensor], counts: tuple[int, ...]) -> list[int]:
         sigma, lambdas, a, b, *kernels = layer
@@ -468,10 +468,12 @@ class TrainedTerms:
         entry += [sigma.data_ptr(), steps, rank, width, 1 if kernels else 0]
         entry += self._scratch([width] * 4)
         rows = n1 * len(a), triton.cdiv(n2 * len(b), 8) * 8 if kernels else len(b)
+        if max(rows) * width >= 2**31:
+            raise ValueError(f"expected layers whose entries can be counted in 32 bits, got {max(rows)} x {width}")
         left, right = torch.zeros(sum(rows), width, dtype=self.dtype, device=self.device).split(rows)
         self.sides.append((left, right))
         for side, big, steps_in_side, n in ((left, a, (n1, 1), n1), (right, b, (1, len(b)), n2)):
-            blocks = triton.cdiv(len(big), MOVE[0])
+            blocks = triton.cdiv(len(big), BLOCK[0])
             entry += [side.data_ptr(), len(big), *steps_in_side, n]
             entry += self._scratch([blocks * n * width, blocks * width, width])
         return entry
@@ -549,18 +551,17 @@ class TrainedTerms:
         def gradients(group: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
             return tuple(d_sides[index][side].contiguous() for index, side in group)
 
-        *shape, warps = TOTALS
+        rows, columns, warps = BLOCK
         for n, programs in self._totals.items():
             ds = gradients(self._summed[n])
-            _totals[len(programs),](self._table, programs, ds, n, *shape, num_warps=warps)
-        _radials[len(self._terms),](self._table, self._terms, self._padded, TOTALS[0], TERMS)
-        *shape, warps = MOVE
+            _totals[len(programs),](self._table, programs, ds, n, rows, columns, num_warps=warps)
+        _radials[len(self._terms),](self._table, self._terms, self._padded, rows, TERMS)
         for n, programs in self._moves.items():
             ds = gradients(self._groups[n])
-            _move[len(programs),](self._table, programs, ds, numbers, logs, kind, n, *shape, num_warps=warps)
+            _move[len(programs),](self._table, programs, ds, numbers, logs, kind, n, rows, columns, num_warps=warps)
         sigmas = torch.empty(len(self.layers), device=self.device)
         tiny = torch.finfo(torch.float32).tiny
-        rest = (numbers, logs, tiny, kind, self._padded, MOVE[0], TERMS)
+        rest = (numbers, logs, tiny, kind, self._padded, rows, TERMS)
         _finish[len(self._terms),](self._table, self._terms, sigmas, *rest)
         return sigmas
 
@@ -570,3 +571,5 @@ def _expect_plain(tensors: Sequence[Tensor]) -> None:
         within_reach = tensor.is_cuda or triton.knobs.runtime.interpret
         if not (within_reach and tensor.dtype == torch.float32 and tensor.is_contiguous()):
             raise ValueError(f"expected contiguous float32 tensors on a GPU, got {tensor.dtype} on {tensor.device}")
+        if tensor.ndim and tensor.data_ptr() % 16:
+            raise ValueError("expected tensors that begin at a multiple of 16 bytes")

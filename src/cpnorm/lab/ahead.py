@@ -23,6 +23,8 @@ from cpnorm.lab.rmsprop import FusedRMSprop
 if TYPE_CHECKING:
     from cpnorm.kernels import Rule, TrainedTerms
 
+LONGEST = 16  # rows of a kernel's factor: the kernels are unrolled over them
+VARIANTS = ("nesterov", "dampening", "maximize", "amsgrad", "centered")  # of optimizers, which the kernels do not know
 Rebuild = Callable[[CPLayer, str], Tensor]
 
 
@@ -43,7 +45,8 @@ def compiled_rebuild() -> Rebuild:
 
 def has_kernel(layer: CPLayer) -> bool:
     """Whether ``TrainedTerms`` can do it here: a 2-d convolution or linear layer with unit columns, on a GPU."""
-    known = isinstance(layer, cpnorm.CPConv2d) or (isinstance(layer, cpnorm.CPLinear) and len(layer.modes) == 2)
+    known = isinstance(layer, cpnorm.CPLinear) and len(layer.modes) == 2
+    known = known or (isinstance(layer, cpnorm.CPConv2d) and max(layer.kernel_size) <= LONGEST)
     if not (known and layer.columns_are_unit) or find_spec("triton") is None:
         return False
     return all(_on_gpu(p) and p.dtype == torch.float32 and p.requires_grad for p in layer.canonical_parameters())
@@ -101,7 +104,11 @@ def optimizer_rule(optimizer: torch.optim.Optimizer) -> Rule | None:
     from cpnorm.kernels import Rule
 
     names: tuple[str | None, str | None]
-    first = optimizer.param_groups[0]
+    first, *groups = (
+        {k: v for k, v in g.items() if k not in ("params", "lr", "scale")} for g in optimizer.param_groups
+    )
+    if any(group != first for group in groups) or any(first.get(name) for name in VARIANTS):
+        return None
     if isinstance(optimizer, torch.optim.SGD):
         names = ("momentum_buffer" if first["momentum"] else None, None)
         settings = {"decay": first["weight_decay"], "beta1": first["momentum"]}
