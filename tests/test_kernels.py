@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -12,7 +13,11 @@ from torch import Tensor, nn
 
 import cpnorm
 from cpnorm.lab import ahead
+from cpnorm.lab.config import Config
+from cpnorm.lab.data import ImageSet
 from cpnorm.lab.rmsprop import FusedRMSprop
+from cpnorm.lab.steps import Step, batch_loss
+from cpnorm.lab.train import Options, Trainer
 from cpnorm.tensor import UnitTerms, dense_from_terms, unit_columns
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -260,3 +265,63 @@ def test_a_network_trains_as_without_kernels(optimizer: str, linear: str, monkey
         moved = (wanted - start[name]).norm()
         assert moved > 1e-4 or wanted.ndim < 2, name  # a scale may have gone to and fro
         assert (value - wanted).norm() < 1e-3 * moved.clamp_min(1e-4), name
+
+
+class Replayed:
+    """A graph for want of a GPU: what was recorded is done again."""
+
+    def __init__(self, step: Step, size: int) -> None:
+        self.step, self.size, self.ahead = step, size, step.ahead
+
+    def replay(self) -> None:
+        self.step.ahead = self.ahead
+        others = torch.get_rng_state()
+        torch.set_rng_state(self.step.random.get_state())
+        self.step._take(self.size, batch_loss)
+        self.step.random.set_state(torch.get_rng_state())
+        torch.set_rng_state(others)
+        self.step.ahead = None
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="tests/lab/test_steps.py tests captured steps on a GPU")
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_run_by_kernels(optimizer: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Batches of two sizes, an end of an epoch, a checkpoint in the middle of one: as without kernels."""
+    monkeypatch.setattr(ahead, "_on_gpu", lambda parameter: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(Step, "_recorded", lambda step, size, loss: Replayed(step, size))
+    pixels = torch.randint(0, 256, (20, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    labels = torch.arange(20) % 10
+    data = ImageSet("random", pixels, labels, pixels, labels, (120.0,) * 3, (60.0,) * 3, tuple("0123456789"))
+    config = Config(
+        optimizer=optimizer, lr=0.01, momentum=0.9, batch_size=8, epochs=2, augment="none", precision="fp32"
+    )
+
+    def trainer(captures: bool) -> Trainer:
+        run = Trainer(config, data, Options(device="cpu", compile=False), model=network())
+        run.step.captures = captures
+        for group in run.optimizer.param_groups if captures else ():
+            group["lr"] = torch.tensor(group["lr"])  # as on a GPU
+        return run
+
+    plain, by_kernels, resumed = trainer(False), trainer(True), trainer(True)
+    for _ in plain.run():
+        pass
+    for taken, _ in enumerate(by_kernels.run(), 1):
+        if taken == 5:  # of 3 steps and an end of an epoch, and a step
+            state = copy.deepcopy(by_kernels.state())
+    resumed.load_state(state)
+    for _ in resumed.run():
+        pass
+    assert not caplog.records
+    assert by_kernels.step.kind == "captured, weights ahead"
+    assert len(by_kernels.step.kernels[0]) == 4
+    start = network().state_dict()
+    for name, wanted in plain.model.state_dict().items():
+        moved = (wanted - start[name]).norm().clamp_min(1e-3)
+        for run in (by_kernels, resumed):
+            assert (run.model.state_dict()[name] - wanted).norm() < 1e-2 * moved, name
+    for wanted, *others in zip(plain.history, by_kernels.history, resumed.history, strict=True):
+        for line in others:
+            assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-3)
+            assert line["test_loss"] == pytest.approx(wanted["test_loss"], rel=1e-3)
