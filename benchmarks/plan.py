@@ -3,9 +3,9 @@
 Everywhere in the sweep; the worst case counts, and beside it how many keep within the 10 %.
 
 Layers of the AlexNet-like network x rank (1/16 to all of the exact rank) x batch x training or inference. Both paths
-are timed in turns; the regret is the time of the chosen path over that of the faster one. `--fit` looks for the three
-constants of the model (FLOPs per byte, per call, price of depthwise FLOPs) with the least mean log regret over the
-sweep. On a GPU the passes are captured, in bf16 and channels last, as the lab trains.
+are timed in turns; the regret is the time of the chosen path over that of the faster one. `--fit` looks for the four
+constants of the model (FLOPs per byte, per call, price of depthwise FLOPs, least terms of a product) with the least
+mean log regret over the sweep. On a GPU the passes are captured, in bf16 and channels last, as the lab trains.
 
     python benchmarks/plan.py [--device cuda] [--fit]
 """
@@ -65,19 +65,20 @@ def regret(row: dict[str, Any]) -> timing.Spread:
     return timing.ratio(seconds, row["chosen"], best)
 
 
-def best_constants(rows: list[dict[str, Any]], device: str) -> tuple[float, float, float, float]:
-    """FLOPs per byte, FLOPs per call, price of depthwise FLOPs, mean log regret."""
+def best_constants(rows: list[dict[str, Any]], device: str) -> tuple[float, ...]:
+    """FLOPs per byte, FLOPs per call, price of depthwise FLOPs, least terms of a product, mean log regret."""
     candidates = []
     bytes_, calls = (4, 8, 16, 32, 48, 60, 80, 120, 240), (0, 1e7, 2e7, 5e7, 1e8, 1e9, 3e9)
-    for per_byte, per_call, penalty in product(bytes_, calls, (1, 2, 4, 8, 32, 128, 400, 800, 1600)):
+    penalties, terms = (1, 2, 4, 8, 32, 128, 400, 800, 1600), (1, 8, 16, 32, 64, 128)
+    for per_byte, per_call, penalty, least in product(bytes_, calls, penalties, terms):
         contract.FLOPS_PER_BYTE[device], contract.FLOPS_PER_CALL[device] = per_byte, per_call
-        contract.DEPTHWISE_PENALTY[device] = penalty
+        contract.DEPTHWISE_PENALTY[device], contract.LEAST_TERMS[device] = penalty, least
         total = 0.0
         for row in rows:
             plan = contract.plan(row["layer"], row["input"], row["rank"], training=row["training"], device=device)
             medians = {path: timing.spread(row["seconds"][path])["median"] for path in PATHS}
             total += math.log(medians[plan.path] / min(medians.values()))
-        candidates.append((total / len(rows), per_byte, per_call, penalty))
+        candidates.append((total / len(rows), per_byte, per_call, penalty, least))
     total, *constants = min(candidates)
     return *constants, total
 
@@ -126,10 +127,10 @@ def main() -> None:
     tables = {"the ten cases farthest from the best": worst[:10]}
     timing.write("plan", args.device, title=title, claims=claims, tables=tables)
     if args.fit:
-        per_byte, per_call, penalty, mean = best_constants(rows, args.device)
+        per_byte, per_call, penalty, least, mean = best_constants(rows, args.device)
         print(
-            f"best constants: {per_byte:g} FLOPs per byte, {per_call:g} per call, {penalty:g} for depthwise; "
-            f"mean log regret {mean:.3f}"
+            f"best constants: {per_byte:g} FLOPs per byte, {per_call:g} per call, {penalty:g} for depthwise, "
+            f"{least:g} terms at least; mean log regret {mean:.3f}"
         )
 
 

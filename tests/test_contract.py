@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cpnorm
 import laws
-from cpnorm.contract import DEPTHWISE_PENALTY, FLOPS_PER_BYTE, FLOPS_PER_CALL, plan
+from cpnorm.contract import DEPTHWISE_PENALTY, FLOPS_PER_BYTE, FLOPS_PER_CALL, LEAST_TERMS, plan
 from laws import CASES, Case
 
 BATCHED = [case for case in CASES if "unbatched" not in case.name and "1d" not in case.name.partition("linear-")[2]]
@@ -34,24 +34,31 @@ def test_flops_are_those_torch_counts(case: Case) -> None:
     assert layer.plan(x.shape, training=True).rebuild.flops == 3 * found.rebuild.flops
 
 
-LAYERS = {  # layer, input, numbers moved: rebuilding, and through the factors, at rank 5
+# Layer, input; numbers moved: rebuilding, and through the factors, at rank 5; results and terms of products likewise.
+LAYERS = {
     "linear": (
         nn.Linear(12, 7),
         (4, 12),
         2 * 5 * (12 + 7) + 2 * 84 + 4 * (12 + 7),
         5 * (12 + 7 + 2 * 4) + 4 * (12 + 7),
+        [(84, 5), (4 * 7, 12)],
+        [(4 * 5, 12), (4 * 7, 5)],
     ),
     "conv2d": (
         nn.Conv2d(6, 8, (3, 2), stride=2, groups=2),
         (4, 6, 9, 8),
         2 * 5 * (8 * 2 + 3 * 3) + 2 * 144 + 4 * (6 * 72 + 8 * 16),
         2 * 2 * 5 * 4 * (72 + 16) + 4 * (6 * 72 + 8 * 16) + 5 * (8 + 3 + 3 + 2),
+        [(144, 5), (4 * 16 * 8, 3 * 6)],
+        [(4 * 72 * 2 * 5, 3), (4 * 16 * 8, 5)],
     ),
     "transpose2d": (
         nn.ConvTranspose2d(6, 8, (3, 2), stride=2),
         (4, 6, 3, 5),
         2 * 5 * (6 * 3 + 8 * 2) + 2 * 288 + 4 * (6 * 15 + 8 * 70),
         2 * 5 * 4 * (15 + 70) + 4 * (6 * 15 + 8 * 70) + 5 * (6 + 8 + 3 + 2),
+        [(288, 5), (4 * 15 * 8 * 6, 6)],
+        [(4 * 15 * 5, 6), (4 * 70 * 8, 5)],
     ),
 }
 
@@ -59,19 +66,22 @@ LAYERS = {  # layer, input, numbers moved: rebuilding, and through the factors, 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_bytes_and_totals(name: str, device: str) -> None:
-    layer, shape, rebuild, factors = LAYERS[name]
+    layer, shape, rebuild, factors, *products = LAYERS[name]
     found = plan(layer, shape, 5, device=device)
     assert found.rebuild.bytes == 4 * rebuild
     assert found.factors.bytes == 4 * factors
     assert plan(layer, shape, 5, training=True, itemsize=2).rebuild.bytes == 3 * 2 * rebuild
-    assert found.rebuild.total == pytest.approx(found.rebuild.flops + FLOPS_PER_BYTE[device] * 4 * rebuild)
+    # Few terms take as long as some.
+    least = LEAST_TERMS[device]
+    dense, thin = (sum(2 * results * max(terms, least) for results, terms in path) for path in products)
+    assert found.rebuild.total == pytest.approx(dense + FLOPS_PER_BYTE[device] * 4 * rebuild)
     if name == "linear":
         depthwise = call = 0
     else:
         call = FLOPS_PER_CALL[device]
         space = math.prod(shape[2:]) if layer.transposed else math.prod(layer(torch.zeros(shape)).shape[2:])
         depthwise = 2 * 5 * layer.groups * 6 * shape[0] * space
-    dear = found.factors.flops + (DEPTHWISE_PENALTY[device] - 1) * depthwise + call
+    dear = thin + DEPTHWISE_PENALTY[device] * depthwise + call
     assert found.factors.total == pytest.approx(dear + FLOPS_PER_BYTE[device] * 4 * factors)
     cheaper = "factors" if found.factors.total < found.rebuild.total else "rebuild"
     assert found.path == cheaper

@@ -23,13 +23,16 @@ LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
 CONV = (F.conv1d, F.conv2d, F.conv3d)
 CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
-# All three were chosen on the sweep of benchmarks/plan.py (GPU: an H200); what its --fit finds moves somewhat from run
-# to run. Arithmetic a machine does in the time it moves one byte between layers:
-FLOPS_PER_BYTE = {"cpu": 60.0, "cuda": 4.0}
+# All four were chosen on sweeps of benchmarks/plan.py (CPU: seven, on two cores; GPU: one on an H200, without the last
+# of them); what its --fit finds moves somewhat from run to run. Arithmetic a machine does in the time it moves one byte
+# between layers:
+FLOPS_PER_BYTE = {"cpu": 16.0, "cuda": 4.0}
 # A convolution through the factors is one more call into the library; this much arithmetic is done in its time.
 FLOPS_PER_CALL = {"cpu": 5e7, "cuda": 3e9}
 # Depthwise convolutions use no matrix unit: one of their operations costs as much as this many of a matrix product.
 DEPTHWISE_PENALTY = {"cpu": 1.0, "cuda": 32.0}
+# A product that sums over fewer terms than this takes no less time: its results have to be written.
+LEAST_TERMS = {"cpu": 32, "cuda": 1}
 
 
 # --- doing --------------------------------------------------------------------------------------------------------
@@ -145,7 +148,7 @@ def plan(
     size = math.prod(weight)
     if isinstance(layer, nn.Linear):
         positions = positions_out = math.prod(input_shape) // layer.in_features
-        inputs, outputs, groups, kernel = layer.in_features, layer.out_features, 1, 0
+        inputs, outputs, groups, kernel, transposed = layer.in_features, layer.out_features, 1, 0, False
         dense_positions = positions
     else:
         assert isinstance(layer, nn.modules.conv._ConvNd)
@@ -155,9 +158,9 @@ def plan(
             raise ValueError(f"expected the shape of one image or of a batch of them, got {tuple(input_shape)}")
         batch, space = input_shape[0], input_shape[2:]
         positions, positions_out = batch * math.prod(space), batch * math.prod(output_space(layer, space))
-        inputs, outputs, groups = layer.in_channels, layer.out_channels, layer.groups
+        inputs, outputs, groups, transposed = layer.in_channels, layer.out_channels, layer.groups, layer.transposed
         kernel = math.prod(layer.kernel_size)
-        dense_positions = positions if layer.transposed else positions_out
+        dense_positions = positions if transposed else positions_out
 
     passes = 3 if training else 1  # forward, and backward to the input and to the weight
     left, right = split_modes(weight)
@@ -167,24 +170,27 @@ def plan(
     kind = kind if kind == "cpu" else "cuda"  # other accelerators are taken for a GPU
     per_byte, per_call, penalty = FLOPS_PER_BYTE[kind], FLOPS_PER_CALL[kind], DEPTHWISE_PENALTY[kind]
 
-    def cost(matrix_flops: int, depthwise_flops: int, numbers: int, calls: int = 0) -> Cost:
+    def cost(matrices: list[tuple[int, int]], depthwise: int, numbers: int, calls: int = 0) -> Cost:
+        """Of products of matrices, as numbers of results and of terms summed for each, and the rest."""
         moved = passes * itemsize * numbers
-        total = passes * (matrix_flops + penalty * depthwise_flops + per_call * calls) + per_byte * moved
-        return Cost(passes * (matrix_flops + depthwise_flops), moved, total)
+        flops = sum(2 * results * terms for results, terms in matrices)
+        spent = sum(2 * results * max(terms, LEAST_TERMS[kind]) for results, terms in matrices)
+        total = passes * (spent + penalty * depthwise + per_call * calls) + per_byte * moved
+        return Cost(passes * (flops + depthwise), moved, total)
 
+    into = inputs // groups
+    dense = into if transposed or not kernel else into * kernel  # terms of each result of the plain layer
     rebuild = cost(
-        2 * size * rank + 2 * dense_positions * size,
+        [(size, rank), (dense_positions * size // dense, dense)],
         0,
         2 * rank * products + 2 * size + activations,
     )
-    if kernel:
-        # The input's 1x1 runs at the input's size for a convolution, and the output's at the output's.
-        thin = 2 * rank * (positions * inputs + positions_out * outputs)
+    thin = [(positions * groups * rank, into), (positions_out * outputs, rank)]
+    if kernel:  # the input's 1x1 runs at the input's size for a convolution, and the output's at the output's
         depthwise = 2 * dense_positions * groups * rank * kernel
         numbers = 2 * groups * rank * (positions + positions_out) + activations + rank * sum(weight)
         factors = cost(thin, depthwise, numbers, calls=1)
     else:
-        thin = 2 * positions * rank * (inputs + outputs)
         factors = cost(thin, 0, rank * (inputs + outputs + 2 * positions) + activations)
     return Plan("factors" if factors.total < rebuild.total else "rebuild", rebuild, factors)
 
