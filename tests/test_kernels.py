@@ -56,7 +56,7 @@ OPTIMIZERS: dict[str, tuple[Make, Make]] = {  # the one the kernels follow, and 
 
 
 def test_renormalize_as_torch_does() -> None:
-    from cpnorm.kernels import Renormalizer
+    from cpnorm.trained import Renormalizer
 
     generator = torch.Generator().manual_seed(0)
     sizes = [(n, min(rank, 130)) for n, rank in SIZES] if INTERPRETED else SIZES
@@ -75,7 +75,7 @@ def test_renormalize_as_torch_does() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter reads CPU tensors")
 def test_only_contiguous_float32_on_a_gpu() -> None:
-    from cpnorm.kernels import Renormalizer
+    from cpnorm.trained import Renormalizer
 
     for wrong in (torch.ones(3, 2), torch.ones(3, 2).cuda().half(), torch.ones(2, 3).cuda().mT):
         with pytest.raises(ValueError, match="contiguous float32"):
@@ -119,7 +119,7 @@ def precision(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS.keys())
 def test_steps_as_torch_takes_them(layers: list[Shape], optimizer: str, precision: str) -> None:
-    from cpnorm.kernels import TrainedTerms
+    from cpnorm.trained import TrainedTerms
 
     if precision != "fp32" and optimizer in ("rmsprop", "adam", "adamw"):
         pytest.skip("rounding turns the sign of many a small gradient, which these follow")
@@ -180,7 +180,7 @@ def test_steps_as_torch_takes_them(layers: list[Shape], optimizer: str, precisio
 
 def test_vectors_that_die() -> None:
     """Become arbitrary unit vectors, and their lambda 0."""
-    from cpnorm.kernels import TrainedTerms
+    from cpnorm.trained import TrainedTerms
 
     terms = [terms_of(9, 5, (3, 3), 7), terms_of(4, 30, (), 6)]
     optimizer = torch.optim.SGD(groups(terms[:1], 1.0) + groups(terms[1:], 1.0), weight_decay=1.0)
@@ -198,7 +198,7 @@ def test_vectors_that_die() -> None:
 
 def test_only_aligned_terms() -> None:
     """Numbers are read four at a time."""
-    from cpnorm.kernels import TrainedTerms
+    from cpnorm.trained import TrainedTerms
 
     terms = terms_of(4, 30, (), 8)
     rule = ahead.optimizer_rule(torch.optim.SGD(groups([terms], 0.1)))

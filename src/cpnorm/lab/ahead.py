@@ -21,7 +21,7 @@ from cpnorm import CPLayer
 from cpnorm.lab.rmsprop import FusedRMSprop
 
 if TYPE_CHECKING:
-    from cpnorm.kernels import Rule, TrainedTerms
+    from cpnorm.trained import Rule, TrainedTerms
 
 LONGEST = 16  # rows of a kernel's factor: the kernels are unrolled over them
 VARIANTS = ("nesterov", "dampening", "maximize", "amsgrad", "centered")  # of optimizers, which the kernels do not know
@@ -93,7 +93,7 @@ def trained_terms(
     rule = optimizer_rule(optimizer) if found else None
     if rule is None:
         return [], None
-    from cpnorm.kernels import TrainedTerms
+    from cpnorm.trained import TrainedTerms
 
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     return found, TrainedTerms([layer.canonical_parameters() for layer in found], dtype, rule)
@@ -101,7 +101,7 @@ def trained_terms(
 
 def optimizer_rule(optimizer: torch.optim.Optimizer) -> Rule | None:
     """What a step of this optimizer does, with the states it would keep; None: not one that kernels know."""
-    from cpnorm.kernels import Rule
+    from cpnorm.trained import Rule
 
     names: tuple[str | None, str | None]
     first, *groups = (

@@ -20,7 +20,7 @@ from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet, augment, normalize
 
 if TYPE_CHECKING:
-    from cpnorm.kernels import TrainedTerms
+    from cpnorm.trained import TrainedTerms
 
 log = logging.getLogger("cpnorm.lab")
 
@@ -76,7 +76,7 @@ def renormalizer(layers: Sequence[cpnorm.CPLayer]) -> Callable[[], object]:
     lambdas = [layer.lambdas for layer in layers for _ in layer.factors]
     if factors and factors[0].is_cuda:
         try:
-            from cpnorm.kernels import Renormalizer
+            from cpnorm.trained import Renormalizer
 
             return Renormalizer(factors, lambdas)
         except (ImportError, ValueError) as error:
