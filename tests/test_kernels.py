@@ -162,6 +162,8 @@ def test_steps_as_torch_takes_them(layers: list[Shape], optimizer: str, precisio
         for index, (of_layer, wanted_terms) in enumerate(zip(terms, exact, strict=True)):
             # What is left of many terms of both signs is compared with their size.
             assert abs(sigmas[index].item() - gradients[index]) < tolerance * radial[index] / 1.7
+            next_weight = dense(wanted_terms)
+            assert (trained.weight(index) - next_weight).norm() < 2 * tolerance * next_weight.norm()
             for place in range(1, len(of_layer)):
                 new, before, wanted = of_layer[place], old[index][place], wanted_terms[place]
                 allowed = 2 * tolerance * (wanted - before).norm() + 3e-7 * wanted.norm()
@@ -246,7 +248,8 @@ def test_a_network_trains_as_without_kernels(optimizer: str, linear: str, monkey
     trained, terms = ahead.trained_terms(layers, followed, "fp32")
     assert trained == layers
     weights = ahead.WeightsAhead(paths, "fp32", ahead.rebuilt_weight, trained, terms)
-    weights.multiply()
+    assert terms is not None
+    terms.multiply()
     for _ in range(2):
         followed.zero_grad()
         plain.zero_grad()

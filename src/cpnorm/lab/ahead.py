@@ -162,11 +162,6 @@ class WeightsAhead:
         self.paths, self.precision, self.rebuild_one = dict(paths), precision, rebuild
         self.weights: list[Tensor] = []  # of the others
 
-    def multiply(self) -> None:
-        """Take notice of terms that something else than ``finish`` has changed."""
-        if self.terms is not None:
-            self.terms.multiply()
-
     def hold(self) -> None:
         """Have every layer's W ready, or its two sides."""
         if self.terms is not None:

@@ -215,8 +215,8 @@ class Step:
         if self.test_compiled:
             try:
                 with torch.no_grad(), compiling.ready(self.model):
+                    self._take_notice()
                     if self.test_ahead:
-                        self.test_ahead.multiply()
                         self.test_ahead.hold()
                     return self.tested(images, labels, compiled_loss())
             except Exception as error:  # as in _capture
@@ -268,7 +268,7 @@ class Step:
                             paths = dict.fromkeys(paths, "rebuild")
                         rebuild = compiled_rebuild() if compiles and not every else rebuilt_weight
                         self.ahead = WeightsAhead(paths, self.precision, rebuild, *trained)
-                        self.ahead.multiply()
+                        self._take_notice()
                     for _ in range(WARM_UP_STEPS):
                         self._take(size, loss)
                         self.cursor.zero_()

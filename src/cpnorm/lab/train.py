@@ -70,10 +70,8 @@ class Trainer:
         if model is None:
             cheap = {"init": "kaiming_normal", "lambdas": "ones"} if resumes and config.norm == "cp" else {}
             model = build_model(config.replace(**cheap), data, self.device, progress)
-        if (
-            self.device.type == "cuda"
-        ):  # what building it has left of memory is given back, and its parameters lie close
-            model.cpu()
+        if self.device.type == "cuda":
+            model.cpu()  # what building it has left of memory is given back, and its parameters lie close
             torch.cuda.empty_cache()
         self.model = model.to(self.device)
         if self.device.type == "cuda":  # as the images are: gradients come that way, and need no copy
