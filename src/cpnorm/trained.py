@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cpnorm import kernels
-from cpnorm.kernels import BLOCK, MIDDLE, RENEW, RENORMALIZE_WARPS, SHORT, TALL, TERMS
+from cpnorm.kernels import BLOCK, MIDDLE, RENEW, RENORMALIZE_WARPS, SHORT, STRIDE, TALL, TERMS
 
 
 class Renormalizer:
@@ -51,6 +51,11 @@ class Rule:
     eps: float = 0.0
     corrected: bool = False  # the means start from 0, and the rule makes up for it
 
+    @property
+    def straight(self) -> bool:
+        """Whether steps go along the gradient, and nothing is kept."""
+        return self.beta1 == 0 and self.beta2 is None and not self.decoupled
+
 
 class TrainedTerms:
     """The terms of several layers with unit columns: the two sides of their weights, and steps of an optimizer.
@@ -62,13 +67,18 @@ class TrainedTerms:
     def __init__(self, layers: Sequence[Sequence[Tensor]], dtype: torch.dtype, rule: Rule) -> None:
         _expect_plain([term for layer in layers for term in layer])
         self.layers, self.dtype, self.rule = layers, dtype, rule
+        self._kind = tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
         self.device = layers[0][0].device
         self.sides: list[tuple[Tensor, Tensor]] = []
         self._kept: list[Tensor] = []  # what the table points to
         self._steps: list[Tensor] = []
         counts = [tuple(len(k) for k in kernels) or (1, 1) for _, _, _, _, *kernels in layers]
-        self._table = self._integers([self._entry(layer, n) for layer, n in zip(layers, counts, strict=True)])
-        self._padded = max(triton.next_power_of_2(n) for both in counts for n in both)
+        squares = 2 if rule.straight else 0  # more sums, of squares
+        self._arrived = torch.zeros(len(layers), dtype=torch.int32, device=self.device)
+        self._table = self._integers(
+            [self._entry(layer, n, squares, at) for layer, n, at in zip(layers, counts, self._arrived, strict=True)]
+        )
+        self._padded = max(triton.next_power_of_2(n + squares) for both in counts for n in both)
         self._terms = self._integers(
             [(i, 0, i, 0, at) for i, (_, lambdas, *_) in enumerate(layers) for at in range(0, len(lambdas), TERMS)]
         )
@@ -78,25 +88,28 @@ class TrainedTerms:
         for index, both in enumerate(counts):
             for side, n in enumerate(both):
                 self._groups.setdefault(n, []).append((index, side))
-        self._moves = {n: self._programs(group, *BLOCK[:2]) for n, group in self._groups.items()}
+        shape = STRIDE if rule.straight else BLOCK
+        self._moves = {n: self._programs(group, *shape[:2]) for n, group in self._groups.items()}
         # Of a linear layer one side is enough to know the gradient of the scales.
         self._summed = {
-            n: [(i, side) for i, side in group if side == 0 or len(layers[i]) == 6] for n, group in self._groups.items()
+            n: [(i, side) for i, side in group if side == 0 or len(layers[i]) == 6 or rule.straight]
+            for n, group in self._groups.items()
         }
         self._totals = {n: self._programs(group, *BLOCK[:2]) for n, group in self._summed.items()}
 
-    def _entry(self, layer: Sequence[Tensor], counts: tuple[int, ...]) -> list[int]:
+    def _entry(self, layer: Sequence[Tensor], counts: tuple[int, ...], squares: int, arrived: Tensor) -> list[int]:
         sigma, lambdas, a, b, *kernels = layer
         rank, (n1, n2) = len(lambdas), counts
         width = triton.cdiv(rank, 64) * 64  # tensor cores and cache lines both want round numbers
         entry = [address for p in (lambdas, a, b, *kernels) for address in self._addresses(p)]
         if not kernels:
-            ones = torch.ones_like(lambdas)
-            self._kept.append(ones)
-            entry += 2 * [ones.data_ptr(), 0, 0, 0]
+            ones, never = torch.ones_like(lambdas), torch.zeros(1, device=self.device)  # not trained
+            self._kept += [ones, never]
+            entry += 2 * [ones.data_ptr(), 0, 0, never.data_ptr()]
+        entry += self._addresses(sigma)
         steps = self._steps[-1].data_ptr() if self.rule.corrected else 0  # the same for all its parameters
-        entry += [sigma.data_ptr(), steps, rank, width, 1 if kernels else 0]
-        entry += self._scratch([width] * 4)
+        entry += [steps, rank, width, 1 if kernels else 0]
+        entry += [*self._scratch([width] * 4), arrived.data_ptr()]
         rows = n1 * len(a), triton.cdiv(n2 * len(b), 8) * 8 if kernels else len(b)
         if max(rows) * width >= 2**31:
             raise ValueError(f"expected layers whose entries can be counted in 32 bits, got {max(rows)} x {width}")
@@ -105,7 +118,7 @@ class TrainedTerms:
         for side, big, steps_in_side, n in ((left, a, (n1, 1), n1), (right, b, (1, len(b)), n2)):
             blocks = triton.cdiv(len(big), BLOCK[0])
             entry += [side.data_ptr(), len(big), *steps_in_side, n]
-            entry += self._scratch([blocks * n * width, blocks * width, width])
+            entry += self._scratch([blocks * (n + squares) * width, max(blocks, n) * width, 2 * width])
         return entry
 
     def _scratch(self, sizes: list[int]) -> list[int]:
@@ -136,14 +149,9 @@ class TrainedTerms:
         """Fill ``sides`` from the terms as they are now."""
         self._renew(normalize=False)
 
-    def renew(self) -> None:
-        """Unit columns after ``update``, and ``sides`` for the next step; the sigmas have been updated by now."""
-        self._renew(normalize=True)
-
     def _renew(self, *, normalize: bool) -> None:
-        kind = tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32
         *shape, warps = RENEW
-        kernels.renew[len(self._renewed),](self._table, self._renewed, kind, normalize, *shape, num_warps=warps)
+        kernels.renew[len(self._renewed),](self._table, self._renewed, self._kind, normalize, *shape, num_warps=warps)
 
     def weight(self, index: int) -> Tensor:
         """W (O, I, k1, k2), channels last, or (O, I), from ``sides``."""
@@ -168,13 +176,14 @@ class TrainedTerms:
         d_left = matrix @ right
         return d_left, torch.mm(matrix.mT, left, out=right)
 
-    def update(self, d_sides: Sequence[tuple[Tensor, Tensor]]) -> Tensor:  # (layers,)
-        """A step by these gradients of ``sides`` for all but the sigmas, whose gradients come back; then ``renew``."""
+    def train(self, d_sides: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """A step by these gradients of ``sides``, unit columns again, and ``sides`` for the next step."""
         rule = self.rule
         beta2 = 0.0 if rule.beta2 is None else rule.beta2
         numbers = (rule.decay, rule.beta1, rule.rest1, beta2, 1 - beta2, rule.eps)
         logs = tuple(math.log2(beta) if beta else 0.0 for beta in (rule.beta1, beta2))
         kind = (rule.beta1 > 0, rule.beta2 is not None, rule.decoupled, rule.corrected)
+        tiny = torch.finfo(torch.float32).tiny
         if self._steps:
             torch._foreach_add_(self._steps, 1.0)
 
@@ -184,18 +193,24 @@ class TrainedTerms:
         rows, columns, warps = BLOCK
         for n, programs in self._totals.items():
             ds = gradients(self._summed[n])
-            kernels.totals[len(programs),](self._table, programs, ds, n, rows, columns, num_warps=warps)
-        kernels.radials[len(self._terms),](self._table, self._terms, self._padded, rows, TERMS)
+            kernels.totals[len(programs),](self._table, programs, ds, rule.straight, n, rows, columns, num_warps=warps)
+        grid, of_terms = (len(self._terms),), (self._table, self._terms)
+        rest = (numbers, logs, tiny, kind, self._padded, rows, TERMS)
+        if rule.straight:
+            kernels.settle[grid](*of_terms, *rest)
+            *shape, warps = STRIDE
+            for n, programs in self._moves.items():
+                ds = gradients(self._groups[n])
+                kernels.stride[len(programs),](self._table, programs, ds, self._kind, n, *shape, num_warps=warps)
+            return
+        kernels.radials[grid](*of_terms, self._padded, rows, TERMS)
         for n, programs in self._moves.items():
             ds = gradients(self._groups[n])
             kernels.move[len(programs),](
                 self._table, programs, ds, numbers, logs, kind, n, rows, columns, num_warps=warps
             )
-        sigmas = torch.empty(len(self.layers), device=self.device)
-        tiny = torch.finfo(torch.float32).tiny
-        rest = (numbers, logs, tiny, kind, self._padded, rows, TERMS)
-        kernels.finish[len(self._terms),](self._table, self._terms, sigmas, *rest)
-        return sigmas
+        kernels.finish[grid](*of_terms, *rest)
+        self._renew(normalize=True)
 
 
 def _expect_plain(tensors: Sequence[Tensor]) -> None:

@@ -145,8 +145,8 @@ def _gradients(layer: CPLayer) -> list[Tensor]:
 class WeightsAhead:
     """``hold()`` before the forward pass and ``backward()`` after the loss's own, instead of forward's doing it.
 
-    Layers that kernels train have had their step then, but for sigma, which gets its gradient, as the terms of other
-    layers do; ``finish()`` after the optimizer's step makes their columns unit again.
+    Layers that kernels train have had their step then, and their columns are unit again; the terms of others have got
+    their gradients.
     """
 
     def __init__(
@@ -182,14 +182,8 @@ class WeightsAhead:
             for index, layer in enumerate(self.trained):
                 first, *rest = _gradients(layer)
                 sides.append((first, rest[0]) if rest else self.terms.side_gradients(index, first))
-            for layer, gradient in zip(self.trained, self.terms.update(sides), strict=True):
-                layer.sigma.grad = gradient
+            self.terms.train(sides)
         self.release()
-
-    def finish(self) -> None:
-        """After the optimizer's step."""
-        if self.terms is not None:
-            self.terms.renew()
 
     def release(self) -> None:
         """Let the layers rebuild their weights themselves again."""

@@ -194,8 +194,6 @@ class Step:
         if self.ahead:
             self.ahead.backward()
         self.optimizer.step()
-        if self.ahead:
-            self.ahead.finish()
         if self.renormalize and not (self.ahead and len(self.ahead.trained) == len(self.layers)):
             self.renormalize()
         self.cursor += size
