@@ -81,10 +81,10 @@ def renormalize(  # type: ignore[no-untyped-def]
 #       learning rate
 #   24  number of steps, R, R rounded up (the width of left and right), whether there are k1 and k2
 #   28  of each term: its part of sigma's gradient, the radial part of its vectors' gradients, its scale, the scale's
-#       gradient; how many programs have written their part
-#   33  left: its address, rows of a, steps in left from row to row of a and of k1, rows of k1; of each term: sums over
+#       gradient
+#   32  left: its address, rows of a, steps in left from row to row of a and of k1, rows of k1; of each term: sums over
 #       the rows of a, by blocks of rows: of d left * a, and those of a * a; 1 / |a|
-#   41  right: the same of b and k2
+#   40  right: the same of b and k2
 #
 # A step of the optimizer goes through a and b three times, block by block, since twice something has to be summed over
 # a whole column first; between, kernels that see a term as a whole do what is left:
@@ -94,22 +94,14 @@ def renormalize(  # type: ignore[no-untyped-def]
 #   move     the optimizer's step of a and b, sums of squares
 #   finish   the optimizer's step of everything else, norms
 #   renew    unit columns, and left and right for the next step
-#
-# Where a step goes straight along the gradient (SGD without momentum), norms are known before it is taken, from sums of
-# squares of vectors and gradients. Then a and b are gone through twice, and what comes behind `totals` is
-#
-#   settle   the step of everything but a and b; how a and b come out of themselves and their gradients. In the table
-#            the place of the sums of a * a is taken by the factors of d left, and that of 1 / |a| by that of a
-#   stride   the step of a and b, unit columns, and left and right for the next step
 STEPS, RANK, WIDTH, CONVOLUTION = (tl.constexpr(n) for n in range(24, 28))
-PARTS, RADIAL, SCALES, BY_SCALE, ARRIVED = (tl.constexpr(n) for n in range(28, 33))
-LAMBDAS, A, K1, SIGMA, LEFT, RIGHT, FIELDS = (tl.constexpr(n) for n in (0, 4, 12, 20, 33, 41, 49))
+PARTS, RADIAL, SCALES, BY_SCALE = (tl.constexpr(n) for n in range(28, 32))
+LAMBDAS, A, K1, SIGMA, LEFT, RIGHT, FIELDS = (tl.constexpr(n) for n in (0, 4, 12, 20, 32, 40, 48))
 
 # Rows and columns of a factor that one program holds, and its warps.
 BLOCK = (32, 64, 4)  # of totals and move: sums are kept by blocks of as many rows
 RENEW = (16, 128, 4)
-STRIDE = (16, 64, 4)
-TERMS = 64  # columns of a program of radials, finish and settle
+TERMS = 64  # columns of a program of radials and finish
 
 
 @triton.jit
@@ -165,38 +157,28 @@ def _program(table, programs):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _totals_of(  # type: ignore[no-untyped-def]
-    d, big, small, sums, sides, row, column, rank, width, squares: tl.constexpr, count: tl.constexpr
-):
+def _totals_of(d, big, sums, sides, row, column, rank, width, count: tl.constexpr):  # type: ignore[no-untyped-def]
     there = column < rank
     inside = (row < sides[0])[:, None] & there[None, :]
     x = tl.load(big + row[:, None] * rank + column[None, :], mask=inside, other=0.0)
-    g = x * 0.0
     for j in tl.static_range(count):
-        part = _part(d, sides, j, row, column, width)
-        tl.store(sums + j * rank + column, tl.sum(part * x, axis=0), mask=there)
-        if squares:
-            g += part * tl.load(small + j * rank + column, mask=there, other=0.0)[None, :]
-    if squares:
-        tl.store(sums + count * rank + column, tl.sum(x * x, axis=0), mask=there)
-        tl.store(sums + (count + 1) * rank + column, tl.sum(g * g, axis=0), mask=there)
+        total = tl.sum(_part(d, sides, j, row, column, width) * x, axis=0)
+        tl.store(sums + j * rank + column, total, mask=there)
 
 
 @triton.jit
-def totals(  # type: ignore[no-untyped-def]
-    table, programs, ds, squares: tl.constexpr, count: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr
-):
-    """Sums of d left * a and of d right * b; for `settle` also of squares, of a and b and of their gradients."""
+def totals(table, programs, ds, count: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums of d left * a and of d right * b."""
     entry, is_right, which, first, start = _program(table, programs)
     d, side = _chosen(ds, which), entry + LEFT + is_right * (RIGHT - LEFT)
-    sides, big, small = _side(side), _floats(entry + A + is_right * 4), _floats(entry + K1 + is_right * 4)
+    sides, big = _side(side), _floats(entry + A + is_right * 4)
     row, column = first + tl.arange(0, rows), start + tl.arange(0, columns)
     rank, width = _number(entry + RANK), _number(entry + WIDTH)
-    sums = _floats(side + 5) + first // rows * (count + 2 * squares) * rank
+    sums = _floats(side + 5) + first // rows * count * rank
     if rank % 4 == 0:  # then numbers are read four at a time
-        _totals_of(d, big, small, sums, sides, row, column, rank // 4 * 4, width // 4 * 4, squares, count)
+        _totals_of(d, big, sums, sides, row, column, rank // 4 * 4, width // 4 * 4, count)
     else:
-        _totals_of(d, big, small, sums, sides, row, column, rank, width, squares, count)
+        _totals_of(d, big, sums, sides, row, column, rank, width, count)
 
 
 @triton.jit
@@ -364,12 +346,11 @@ def finish(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _move_sigma(entry, parts, numbers, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+def _move_sigma(entry, rank, numbers, kind: tl.constexpr):  # type: ignore[no-untyped-def]
     total = tl.zeros([1024], tl.float32)
-    for first in range(0, parts, 1024):
+    for first in range(0, rank, 1024):
         at = first + tl.arange(0, 1024)
-        # Not from a cache that does not see what other programs have just written.
-        total += tl.load(_floats(entry + PARTS) + at, mask=at < parts, other=0.0, cache_modifier=".cg")
+        total += tl.load(_floats(entry + PARTS) + at, mask=at < rank, other=0.0)
     sigma, one, two, rate = _factor(entry + SIGMA)
     only = tl.arange(0, 1)
     x = _moved(tl.load(sigma + only), tl.sum(total, axis=0), one, two, rate, only, only == 0, numbers, kind)
@@ -415,118 +396,3 @@ def renew(  # type: ignore[no-untyped-def]
         _renew_of(big, small, out, sides, row, column, rank // 4 * 4, width // 4 * 4, scales, inverse, dtype, normalize)
     else:
         _renew_of(big, small, out, sides, row, column, rank, width, scales, inverse, dtype, normalize)
-
-
-# --- steps straight along the gradient --------------------------------------------------------------------------------
-
-
-@triton.jit
-def _settled(side, parameter, sums, scales, radial, decay, there, column, rank, tiny, padded: tl.constexpr):  # type: ignore[no-untyped-def]
-    # x' = x - rate * (g + (decay - radial) * x), g = sum_j d_j * k_j * scale; |x'| follows from <x, x>, <x, g>, <g, g>.
-    size, _, _, count = _side(side)
-    part = tl.arange(0, padded)[:, None]
-    k = _small(parameter, column, rank, count, padded)
-    by_k = tl.where(part < count, sums, 0.0) * scales[None, :]
-    squares = tl.sum(tl.where(part == count, sums, 0.0), axis=0)
-    product = tl.sum(by_k * k, axis=0)
-    gradients = tl.sum(tl.where(part == count + 1, sums, 0.0), axis=0) * scales * scales
-
-    rate = tl.load(_floats(parameter - 8 + 3))  # of a, which stands two before k1, as b before k2
-    keep = 1.0 + rate * (radial - decay)
-    square = keep * keep * squares - 2.0 * keep * rate * product + rate * rate * gradients
-    # Of what nearly vanishes, rounding would leave anything; the next step finds its norm.
-    inverse = _inverse(tl.maximum(square, 1e-6 * (keep * keep * squares + rate * rate * gradients)), tiny)
-    alive = inverse > 0
-    inverse = tl.where(alive, inverse, 0.0)
-    place = _floats(side + 7) + column
-    tl.store(place, keep * inverse, mask=there)
-    tl.store(place + rank, tl.where(alive, 0.0, 1.0 / tl.sqrt(size.to(tl.float32))), mask=there)
-    inside = (part < count) & there[None, :]
-    place = part * rank + column[None, :]
-    tl.store(_floats(side + 6) + place, k * (rate * inverse * scales)[None, :], mask=inside)
-
-    address, _, _, rate = _factor(parameter)
-    k = k - rate * (by_k + (decay - radial)[None, :] * k)
-    inverse = _inverse(tl.sum(k * k, axis=0), tiny)
-    flat = 1.0 / tl.sqrt(count.to(tl.float32))
-    tl.store(address + place, tl.where((inverse > 0)[None, :], k * inverse[None, :], flat), mask=inside)
-    return alive & (inverse > 0)
-
-
-@triton.jit
-def settle(  # type: ignore[no-untyped-def]
-    table, programs, numbers, logs, tiny,
-    kind: tl.constexpr, padded: tl.constexpr, block: tl.constexpr, columns: tl.constexpr,
-):  # fmt: skip
-    """The step of everything but a and b; how a and b come out of themselves and their gradients."""
-    entry, _, _, _, start = _program(table, programs)
-    column = start + tl.arange(0, columns)
-    rank = _number(entry + RANK)
-    there = column < rank
-    decay = numbers[0]
-    sigma = tl.load(_floats(entry + SIGMA))
-    lambdas = tl.load(_floats(entry + LAMBDAS) + column, mask=there, other=0.0)
-    left, right = entry + LEFT, entry + RIGHT
-    size, _, _, count = _side(left)
-    sums = _over_blocks(_floats(left + 5), size, count + 2, column, rank, padded, block)
-    by_scale = tl.sum(sums * _small(entry + K1, column, rank, count, padded), axis=0)
-    radial = by_scale * sigma * lambdas  # see UnitTerms
-    alive = _settled(left, entry + K1, sums, sigma * lambdas, radial, decay, there, column, rank, tiny, padded)
-    size, _, _, count = _side(right)
-    sums = _over_blocks(_floats(right + 5), size, count + 2, column, rank, padded, block)
-    ones = tl.full([columns], 1.0, tl.float32)
-    alive = alive & _settled(right, entry + K1 + 4, sums, ones, radial, decay, there, column, rank, tiny, padded)
-    address, _, _, rate = _factor(entry + LAMBDAS)
-    x = lambdas - rate * (by_scale * sigma + decay * lambdas)
-    tl.store(address + column, tl.where(alive, x, 0.0), mask=there)
-
-    # Sigma belongs to all programs of a layer: the last of them to have read it and left its part moves it.
-    tl.store(_floats(entry + PARTS) + start // columns, tl.sum(by_scale * lambdas, axis=0))
-    tl.debug_barrier()
-    arrived = tl.load(entry + ARRIVED).to(tl.pointer_type(tl.int32))
-    parts = tl.cdiv(rank, columns)
-    if tl.atomic_add(arrived, 1) == parts - 1:
-        _move_sigma(entry, parts, _with_corrections(entry, numbers, logs, kind), kind)
-        tl.store(arrived, 0)
-
-
-@triton.jit
-def _stride_of(  # type: ignore[no-untyped-def]
-    d, side, sides, big, small, row, column, rank, width, scales, dtype: tl.constexpr, count: tl.constexpr
-):
-    size, big_step, small_step, _ = sides
-    there = column < rank
-    inside = (row < size)[:, None] & there[None, :]
-    own = big + row[:, None] * rank + column[None, :]
-    keep, by_d = _floats(side + 7) + column, _floats(side + 6) + column
-    x = tl.load(own, mask=inside, other=0.0) * tl.load(keep, mask=there, other=0.0)[None, :]
-    x += tl.load(keep + rank, mask=there, other=0.0)[None, :]
-    for j in tl.static_range(count):
-        factor = tl.load(by_d + j * rank, mask=there, other=0.0)
-        x -= _part(d, sides, j, row, column, width) * factor[None, :]
-    tl.store(own, x, mask=inside)
-    x = x * scales[None, :]
-    out = tl.multiple_of(tl.load(side).to(tl.pointer_type(dtype)), 16)
-    tl.debug_barrier()  # d may be what is overwritten, and another thread have more of it to read
-    for j in tl.static_range(count):
-        k = tl.load(small + j * rank + column, mask=there, other=0.0)
-        place = out + (row * big_step + j * small_step)[:, None] * width + column[None, :]
-        tl.store(place, (x * k[None, :]).to(dtype), mask=(row < size)[:, None] & (column < width)[None, :])
-
-
-@triton.jit
-def stride(  # type: ignore[no-untyped-def]
-    table, programs, ds, dtype: tl.constexpr, count: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr
-):
-    """The step of a and b, unit columns, and left and right for the next step."""
-    entry, is_right, which, first, start = _program(table, programs)
-    d, side = _chosen(ds, which), entry + LEFT + is_right * (RIGHT - LEFT)
-    sides, big, small = _side(side), _floats(entry + A + is_right * 4), _floats(entry + K1 + is_right * 4)
-    row, column = first + tl.arange(0, rows), start + tl.arange(0, columns)
-    rank, width = _number(entry + RANK), _number(entry + WIDTH)
-    scales = tl.load(_floats(entry + SIGMA)) * tl.load(_floats(entry) + column, mask=column < rank, other=0.0)
-    scales = tl.where(is_right == 0, scales, 1.0)
-    if rank % 4 == 0:
-        _stride_of(d, side, sides, big, small, row, column, rank // 4 * 4, width // 4 * 4, scales, dtype, count)
-    else:
-        _stride_of(d, side, sides, big, small, row, column, rank, width, scales, dtype, count)

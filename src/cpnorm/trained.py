@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cpnorm import kernels
-from cpnorm.kernels import BLOCK, MIDDLE, RENEW, RENORMALIZE_WARPS, SHORT, STRIDE, TALL, TERMS
+from cpnorm.kernels import BLOCK, MIDDLE, RENEW, RENORMALIZE_WARPS, SHORT, TALL, TERMS
 
 
 class Renormalizer:
@@ -51,11 +51,6 @@ class Rule:
     eps: float = 0.0
     corrected: bool = False  # the means start from 0, and the rule makes up for it
 
-    @property
-    def straight(self) -> bool:
-        """Whether steps go along the gradient, and nothing is kept."""
-        return self.beta1 == 0 and self.beta2 is None and not self.decoupled
-
 
 class TrainedTerms:
     """The terms of several layers with unit columns: the two sides of their weights, and steps of an optimizer.
@@ -73,12 +68,8 @@ class TrainedTerms:
         self._kept: list[Tensor] = []  # what the table points to
         self._steps: list[Tensor] = []
         counts = [tuple(len(k) for k in kernels) or (1, 1) for _, _, _, _, *kernels in layers]
-        squares = 2 if rule.straight else 0  # more sums, of squares
-        self._arrived = torch.zeros(len(layers), dtype=torch.int32, device=self.device)
-        self._table = self._integers(
-            [self._entry(layer, n, squares, at) for layer, n, at in zip(layers, counts, self._arrived, strict=True)]
-        )
-        self._padded = max(triton.next_power_of_2(n + squares) for both in counts for n in both)
+        self._table = self._integers([self._entry(layer, n) for layer, n in zip(layers, counts, strict=True)])
+        self._padded = max(triton.next_power_of_2(n) for both in counts for n in both)
         self._terms = self._integers(
             [(i, 0, i, 0, at) for i, (_, lambdas, *_) in enumerate(layers) for at in range(0, len(lambdas), TERMS)]
         )
@@ -88,28 +79,26 @@ class TrainedTerms:
         for index, both in enumerate(counts):
             for side, n in enumerate(both):
                 self._groups.setdefault(n, []).append((index, side))
-        shape = STRIDE if rule.straight else BLOCK
-        self._moves = {n: self._programs(group, *shape[:2]) for n, group in self._groups.items()}
+        self._moves = {n: self._programs(group, *BLOCK[:2]) for n, group in self._groups.items()}
         # Of a linear layer one side is enough to know the gradient of the scales.
         self._summed = {
-            n: [(i, side) for i, side in group if side == 0 or len(layers[i]) == 6 or rule.straight]
-            for n, group in self._groups.items()
+            n: [(i, side) for i, side in group if side == 0 or len(layers[i]) == 6] for n, group in self._groups.items()
         }
         self._totals = {n: self._programs(group, *BLOCK[:2]) for n, group in self._summed.items()}
 
-    def _entry(self, layer: Sequence[Tensor], counts: tuple[int, ...], squares: int, arrived: Tensor) -> list[int]:
+    def _entry(self, layer: Sequence[Tensor], counts: tuple[int, ...]) -> list[int]:
         sigma, lambdas, a, b, *kernels = layer
         rank, (n1, n2) = len(lambdas), counts
         width = triton.cdiv(rank, 64) * 64  # tensor cores and cache lines both want round numbers
         entry = [address for p in (lambdas, a, b, *kernels) for address in self._addresses(p)]
         if not kernels:
-            ones, never = torch.ones_like(lambdas), torch.zeros(1, device=self.device)  # not trained
-            self._kept += [ones, never]
-            entry += 2 * [ones.data_ptr(), 0, 0, never.data_ptr()]
+            ones = torch.ones_like(lambdas)
+            self._kept.append(ones)
+            entry += 2 * [ones.data_ptr(), 0, 0, 0]
         entry += self._addresses(sigma)
         steps = self._steps[-1].data_ptr() if self.rule.corrected else 0  # the same for all its parameters
         entry += [steps, rank, width, 1 if kernels else 0]
-        entry += [*self._scratch([width] * 4), arrived.data_ptr()]
+        entry += self._scratch([width] * 4)
         rows = n1 * len(a), triton.cdiv(n2 * len(b), 8) * 8 if kernels else len(b)
         if max(rows) * width >= 2**31:
             raise ValueError(f"expected layers whose entries can be counted in 32 bits, got {max(rows)} x {width}")
@@ -118,7 +107,7 @@ class TrainedTerms:
         for side, big, steps_in_side, n in ((left, a, (n1, 1), n1), (right, b, (1, len(b)), n2)):
             blocks = triton.cdiv(len(big), BLOCK[0])
             entry += [side.data_ptr(), len(big), *steps_in_side, n]
-            entry += self._scratch([blocks * (n + squares) * width, max(blocks, n) * width, 2 * width])
+            entry += self._scratch([blocks * n * width, blocks * width, width])
         return entry
 
     def _scratch(self, sizes: list[int]) -> list[int]:
@@ -193,16 +182,9 @@ class TrainedTerms:
         rows, columns, warps = BLOCK
         for n, programs in self._totals.items():
             ds = gradients(self._summed[n])
-            kernels.totals[len(programs),](self._table, programs, ds, rule.straight, n, rows, columns, num_warps=warps)
+            kernels.totals[len(programs),](self._table, programs, ds, n, rows, columns, num_warps=warps)
         grid, of_terms = (len(self._terms),), (self._table, self._terms)
         rest = (numbers, logs, tiny, kind, self._padded, rows, TERMS)
-        if rule.straight:
-            kernels.settle[grid](*of_terms, *rest)
-            *shape, warps = STRIDE
-            for n, programs in self._moves.items():
-                ds = gradients(self._groups[n])
-                kernels.stride[len(programs),](self._table, programs, ds, self._kind, n, *shape, num_warps=warps)
-            return
         kernels.radials[grid](*of_terms, self._padded, rows, TERMS)
         for n, programs in self._moves.items():
             ds = gradients(self._groups[n])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import cpnorm
-from cpnorm.lab.ahead import WeightsAhead, has_kernel, rebuilt_weight, trained_terms, training_paths
+from cpnorm.lab.ahead import WeightsAhead, halves, has_kernel, rebuilt_weight, trained_layers, training_paths
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -46,6 +46,7 @@ def test_the_same_gradients(device: str) -> None:
     ahead.hold()
     model(images).square().mean().backward()
     ahead.backward()
+    ahead.release()
 
     assert all(layer.ahead is None for layer in paths)
     for name, gradient in gradients(expected).items():
@@ -59,13 +60,30 @@ def test_which_layers_kernels_train() -> None:
     model = network().cuda()
     layers = list(cpnorm.canonical_layers(model).values())
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1).cuda(), fused=True)
-    assert trained_terms(layers, optimizer, "fp32") == ([], None)  # they are not known to have unit columns
+    assert trained_layers(model, optimizer, "fp32") == []  # they are not known to have unit columns
     for layer in layers:
         layer.columns_are_unit = True
     assert [has_kernel(layer) for layer in layers] == [True, False, True]
-    assert trained_terms(layers, optimizer, "fp32")[0] == [layers[0], layers[2]]
+    assert [group.layers for group in trained_layers(model, optimizer, "fp32")] == [[layers[0], layers[2]]]
     layers[0].sigma.requires_grad_(False)
-    assert trained_terms([*layers, layers[2]], optimizer, "fp32") == ([], None)  # a frozen one, and one that is shared
+    model.append(copy.deepcopy(layers[2]))
+    for name, parameter in layers[2].named_parameters():
+        setattr(model[-1], name, parameter) if "." not in name else None
+    model[-1].factors = layers[2].factors
+    assert trained_layers(model, optimizer, "fp32") == []  # a frozen one, and one that is tied
+
+
+def test_halves() -> None:
+    model = network()
+    front, back = halves(model)
+    assert [*front, *back] == list(model)
+    assert list(back) == [model[4]]
+    whole, nothing = halves(nn.ModuleDict({"only": model}))
+    assert whole["only"] is model
+    assert not list(nothing)
+    whole, nothing = halves(nn.Sequential(model))
+    assert whole[0] is model
+    assert not list(nothing)
 
 
 def test_only_layers_that_rebuild() -> None:

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from cpnorm.lab import steps
-from cpnorm.lab.ahead import WeightsAhead, rebuilt_weight
+from cpnorm.lab.ahead import WeightsAhead, halves, rebuilt_weight
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet
 from cpnorm.lab.readings import means
-from cpnorm.lab.steps import Step, batch_loss
+from cpnorm.lab.steps import Step, batch_loss, batch_outputs, loss_of
 from cpnorm.lab.train import Options, Trainer, drive
 
 STEPS = 60
@@ -188,7 +188,7 @@ def test_ways_to_take_a_step_without_a_gpu(
     counter = CompileCounter()
     compiled = torch.compile(batch_loss, backend=counter, dynamic=False)
     monkeypatch.setattr(steps, "compiled_loss", lambda: compiled)
-    monkeypatch.setattr(Step, "_recorded", lambda step, size, _: Replayed(step, size))
+    monkeypatch.setattr(Step, "_recorded", lambda step, size, *_: Replayed(step, size))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     for rank, epochs, how in ((16, 100, "compiled, captured"), (9, 100, "compiled, captured"), (9, 1, "captured")):
         run = Trainer(LOW_RANK.replace(rank=rank, epochs=epochs), images, Options(device="cpu"))
@@ -203,6 +203,32 @@ def test_ways_to_take_a_step_without_a_gpu(
         assert run.step.sums[2] == 64
     assert counter.frame_count == 1
     assert not [record for record in caplog.records if record.name.startswith("cpnorm")]
+
+
+def test_a_model_cut_in_two(images: ImageSet) -> None:
+    """The same loss and gradients as in one piece, and one compilation of each half for all seeds."""
+    counters = CompileCounter(), CompileCounter()
+    functions = batch_outputs, loss_of
+    front_of, loss_behind = (
+        torch.compile(f, backend=counter, dynamic=False) for f, counter in zip(functions, counters, strict=True)
+    )
+    for seed in (0, 1):
+        step = Trainer(LOW_RANK.replace(seed=seed), images, Options(device="cpu")).step
+        model, data = step.model.eval(), step.data
+        batch = (data.train_images, data.train_labels, step.order, step.cursor, step.offsets, data.mean, data.std)
+        expected, line = batch_loss(model, *batch, "none", 0.1, "fp32")
+        expected.backward()
+        wanted = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        front, back = halves(model)
+        outputs, answers = front_of(front, *batch, "none", "fp32")
+        between = outputs.detach().requires_grad_()
+        loss, same_line = loss_behind(back, between, answers, 0.1, "fp32")
+        loss.backward()
+        outputs.backward(between.grad)
+        torch.testing.assert_close((loss, same_line), (expected, line))
+        torch.testing.assert_close([p.grad for p in model.parameters()], wanted)
+    assert [counter.frame_count for counter in counters] == [1, 1]
 
 
 def test_compiled_tests_without_a_gpu(

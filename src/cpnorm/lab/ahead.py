@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from cpnorm.trained import Rule, TrainedTerms
 
 LONGEST = 16  # rows of a kernel's factor: the kernels are unrolled over them
+EARLY_FROM = 2**22  # numbers of the last layers: below, it is not worth cutting the network in two
 VARIANTS = ("nesterov", "dampening", "maximize", "amsgrad", "centered")  # of optimizers, which the kernels do not know
 Rebuild = Callable[[CPLayer, str], Tensor]
 
@@ -84,19 +86,59 @@ def training_paths(model: nn.Module, images: Tensor) -> dict[CPLayer, str]:
 # --- what kernels train ----------------------------------------------------------------------------------------------
 
 
-def trained_terms(
-    layers: Sequence[CPLayer], optimizer: torch.optim.Optimizer, precision: str
-) -> tuple[list[CPLayer], TrainedTerms | None]:
-    """Those of the layers that kernels can rebuild and train as this optimizer would, and the kernels."""
-    uses = Counter(id(p) for layer in layers for p in layer.canonical_parameters())
+@dataclass(frozen=True)
+class TrainedLayers:
+    """Layers that kernels rebuild and train as an optimizer would, all at once."""
+
+    layers: list[CPLayer]
+    terms: TrainedTerms
+
+    def hold(self, paths: Mapping[CPLayer, str]) -> None:
+        """Have every layer's W ready, or its two sides."""
+        for index, layer in enumerate(self.layers):
+            made = (self.terms.weight(index),) if paths[layer] == "rebuild" else self.terms.sides[index]
+            layer.ahead = tuple(tensor.detach().requires_grad_() for tensor in made)
+
+    def train(self) -> None:
+        """From the gradients of what was held ready to terms that have had their step, and unit columns again."""
+        sides = []
+        for index, layer in enumerate(self.layers):
+            first, *rest = _gradients(layer)
+            sides.append((first, rest[0]) if rest else self.terms.side_gradients(index, first))
+        self.terms.train(sides)
+
+
+def trained_layers(
+    model: nn.Module, optimizer: torch.optim.Optimizer, precision: str, *, early: bool = True
+) -> list[TrainedLayers]:
+    """Those of the model's layers that kernels know; if ``early`` pays, the last of them by themselves, first."""
+    layers = [layer for layer in model.modules() if isinstance(layer, CPLayer)]
+    uses = Counter(id(layer.lambdas) for layer in layers)  # tied ones have more than one gradient
     found = [layer for layer in layers if has_kernel(layer) and uses[id(layer.lambdas)] == 1]
     rule = optimizer_rule(optimizer) if found else None
     if rule is None:
-        return [], None
+        return []
     from cpnorm.trained import TrainedTerms
 
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    return found, TrainedTerms([layer.canonical_parameters() for layer in found], dtype, rule)
+    last = list(halves(model)[1].modules()) if early else []
+    groups = [layer for layer in found if layer in last], [layer for layer in found if layer not in last]
+    if not groups[1] or sum(p.numel() for layer in groups[0] for p in layer.canonical_parameters()) < EARLY_FROM:
+        groups = [], found
+    return [
+        TrainedLayers(group, TrainedTerms([layer.canonical_parameters() for layer in group], dtype, rule))
+        for group in groups
+        if group
+    ]
+
+
+def halves(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The model before the last part with canonical layers, and from there on; the second may have nothing in it."""
+    if type(model) is nn.Sequential:
+        cut = max((i for i, part in enumerate(model) if cpnorm.canonical_layers(part)), default=0)
+        if cut:
+            return model[:cut], model[cut:]
+    return model, nn.Sequential()
 
 
 def optimizer_rule(optimizer: torch.optim.Optimizer) -> Rule | None:
@@ -150,43 +192,38 @@ class WeightsAhead:
     """
 
     def __init__(
-        self,
-        paths: Mapping[CPLayer, str],
-        precision: str,
-        rebuild: Rebuild,
-        trained: Sequence[CPLayer] = (),
-        terms: TrainedTerms | None = None,  # of those
+        self, paths: Mapping[CPLayer, str], precision: str, rebuild: Rebuild, trained: Sequence[TrainedLayers] = ()
     ) -> None:
-        self.trained, self.terms = list(trained), terms
-        self.others = [layer for layer, path in paths.items() if path == "rebuild" and layer not in self.trained]
+        self.trained = list(trained)
+        by_kernels = [layer for group in trained for layer in group.layers]
+        self.others = [layer for layer, path in paths.items() if path == "rebuild" and layer not in by_kernels]
         self.paths, self.precision, self.rebuild_one = dict(paths), precision, rebuild
         self.weights: list[Tensor] = []  # of the others
 
+    @property
+    def early(self) -> TrainedLayers | None:
+        """The last layers, if they can be trained while the backward pass goes on to the ones before."""
+        first = self.trained[0] if len(self.trained) > 1 else None
+        return first if first and all(self.paths[layer] == "factors" for layer in first.layers) else None
+
     def hold(self) -> None:
         """Have every layer's W ready, or its two sides."""
-        if self.terms is not None:
-            for index, layer in enumerate(self.trained):
-                rebuilds = self.paths[layer] == "rebuild"
-                made = (self.terms.weight(index),) if rebuilds else self.terms.sides[index]
-                layer.ahead = tuple(tensor.detach().requires_grad_() for tensor in made)
+        for group in self.trained:
+            group.hold(self.paths)
         self.weights += [self.rebuild_one(layer, self.precision) for layer in self.others]
         for layer, weight in zip(self.others, self.weights, strict=True):
             layer.ahead = (weight.detach().requires_grad_(),)
 
-    def backward(self) -> None:
+    def backward(self, *, early_done: bool = False) -> None:
         """From the gradients of what was held ready to trained terms, or to their gradients."""
         if self.weights:
             torch.autograd.backward(self.weights, [_gradients(layer)[0] for layer in self.others])
-        if self.terms is not None:
-            sides = []
-            for index, layer in enumerate(self.trained):
-                first, *rest = _gradients(layer)
-                sides.append((first, rest[0]) if rest else self.terms.side_gradients(index, first))
-            self.terms.train(sides)
-        self.release()
+        for group in self.trained:
+            if not (early_done and group is self.early):
+                group.train()
 
     def release(self) -> None:
         """Let the layers rebuild their weights themselves again."""
-        for layer in (*self.trained, *self.others):
+        for layer in (*(layer for group in self.trained for layer in group.layers), *self.others):
             layer.ahead = None
         self.weights.clear()

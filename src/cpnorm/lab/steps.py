@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cpnorm
 from cpnorm.lab import compiling
-from cpnorm.lab.ahead import WeightsAhead, compiled_rebuild, rebuilt_weight, trained_terms, training_paths
+from cpnorm.lab.ahead import (
+    TrainedLayers,
+    WeightsAhead,
+    compiled_rebuild,
+    halves,
+    rebuilt_weight,
+    trained_layers,
+    training_paths,
+)
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet, augment, normalize
-
-if TYPE_CHECKING:
-    from cpnorm.trained import TrainedTerms
 
 log = logging.getLogger("cpnorm.lab")
 
@@ -33,7 +38,7 @@ WARM_UP_STEPS = 3  # before a capture, so that libraries have chosen their kerne
 Loss = Callable[..., tuple[Tensor, Tensor]]
 
 
-def batch_loss(
+def batch_outputs(
     model: nn.Module,
     images: Tensor,  # (all, C, H, W) uint8
     labels: Tensor,  # (all,)
@@ -43,31 +48,66 @@ def batch_loss(
     mean: tuple[float, ...],  # (C,)
     std: tuple[float, ...],
     mode: Any,
-    smoothing: float,
     precision: str,
 ) -> tuple[Tensor, Tensor]:
-    """Gather, augment, normalise, run the model: the summed loss; and for the record loss, right answers and images.
+    """Gather, augment, normalise, run the model: its outputs, and the right answers.
 
     All in one, so that a compiler leaves few kernels of it.
     """
     index = order[cursor + offsets]
-    answers = labels[index]
     x = normalize(augment(images[index], mode), mean, std, torch.float32)
     if x.is_cuda:
         x = x.contiguous(memory_format=torch.channels_last)
     with torch.autocast(x.device.type, torch.bfloat16, enabled=precision == "bf16"):
-        logits = model(x)
-    logits = logits.float()
+        return model(x), labels[index]
+
+
+def loss_of(
+    model: nn.Module | None, x: Tensor, answers: Tensor, smoothing: float, precision: str
+) -> tuple[Tensor, Tensor]:
+    """The summed loss, of what the rest of the model makes of x; and for the record loss, right answers and images."""
+    if model is not None:
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=precision == "bf16"):
+            x = model(x)
+    logits = x.float()
     loss = F.cross_entropy(logits, answers, reduction="sum", label_smoothing=smoothing)
     seen = torch.full_like(loss, len(answers))
     return loss, torch.stack([loss.detach(), (logits.argmax(1) == answers).sum(), seen]).double()
 
 
+def batch_loss(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    order: Tensor,
+    cursor: Tensor,
+    offsets: Tensor,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    mode: Any,
+    smoothing: float,
+    precision: str,
+) -> tuple[Tensor, Tensor]:
+    """The one after the other, of a whole model."""
+    batch = batch_outputs(model, images, labels, order, cursor, offsets, mean, std, mode, precision)
+    return loss_of(None, *batch, smoothing, precision)
+
+
 @cache
 def compiled_loss() -> Loss:
     """One compiled function for all models of a process: seeds of a row share its code."""
+    return _compiled(batch_loss)
+
+
+@cache
+def compiled_halves() -> tuple[Loss, Loss]:
+    """The same of a model that is cut in two."""
+    return _compiled(batch_outputs), _compiled(loss_of)
+
+
+def _compiled(function: Loss) -> Loss:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    return torch.compile(batch_loss, dynamic=False)
+    return torch.compile(function, dynamic=False)
 
 
 def renormalizer(layers: Sequence[cpnorm.CPLayer]) -> Callable[[], object]:
@@ -125,11 +165,12 @@ class Step:
         self.random = torch.Generator(self.device)  # a run's own, whatever others do meanwhile
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.captures = compile and self.on_gpu and world == 1
-        self.kernels: tuple[Sequence[cpnorm.CPLayer], TrainedTerms | None] | None = None  # not asked for yet
+        self.kernels: list[TrainedLayers] | None = None  # not asked for yet
         self.ahead: WeightsAhead | None = None  # while a captured step is recorded
         self.test_ahead: WeightsAhead | None = None  # as it was recorded
         self.test_compiled = False
-        self._stream = torch.cuda.Stream(self.device) if self.on_gpu else None
+        self._stream = torch.cuda.Stream(self.device, priority=-1) if self.on_gpu else None
+        self._beside = torch.cuda.Stream(self.device) if self.on_gpu else None  # for what nobody waits for yet
 
     @contextmanager
     def stream(self) -> Iterator[None]:
@@ -156,8 +197,8 @@ class Step:
 
     def _take_notice(self) -> None:
         """Of parameters that something else than a step has changed: steps leave what the next one starts from."""
-        if self.kernels and self.kernels[1]:
-            self.kernels[1].multiply()
+        for group in self.kernels or ():
+            group.terms.multiply()
 
     def _order(self, epoch: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.config.seed * 100_003 + epoch)
@@ -180,24 +221,53 @@ class Step:
             self.random.set_state(torch.get_rng_state())
             torch.set_rng_state(others)
 
-    def _take(self, size: int, loss_function: Loss) -> None:
+    def _take(self, size: int, loss: Loss, halved: tuple[Loss, Loss] | None = None) -> None:
+        """A step; of a model that is cut in two, the last layers are trained while the backward pass goes on."""
         data, offsets = self.data, self.offsets[:size][self.rank :: self.world]
+        *recipe, smoothing, precision = self.recipe
         self.optimizer.zero_grad(set_to_none=True)
         if self.ahead:
             self.ahead.hold()
         batch = (data.train_images, data.train_labels, self.order, self.cursor, offsets)
-        loss, totals = loss_function(self.runner, *batch, *self.recipe)
-        objective = loss * (self.world / size)  # processes average their gradients, whatever their share of the batch
+        if halved:
+            front, back = halves(self.model)
+            outputs, answers = halved[0](front, *batch, *recipe, precision)
+            between = outputs.detach().requires_grad_()
+            summed, totals = halved[1](back, between, answers, smoothing, precision)
+        else:
+            summed, totals = loss(self.runner, *batch, *self.recipe)
+        objective = summed * (self.world / size)  # processes average their gradients, whatever their share of the batch
         if self.config.lambda_l1:
             objective = objective + self.config.lambda_l1 * cpnorm.lambda_penalty(self.model)
         objective.backward()
+        if halved:
+            with self._train_beside():
+                outputs.backward(between.grad)
         if self.ahead:
-            self.ahead.backward()
+            self.ahead.backward(early_done=bool(halved))
+            self.ahead.release()
         self.optimizer.step()
-        if self.renormalize and not (self.ahead and len(self.ahead.trained) == len(self.layers)):
+        by_kernels = sum(len(group.layers) for group in self.ahead.trained) if self.ahead else 0
+        if self.renormalize and by_kernels < len(self.layers):
             self.renormalize()
         self.cursor += size
         self.sums += totals
+
+    @contextmanager
+    def _train_beside(self) -> Iterator[None]:
+        """The last layers get their step while the block runs."""
+        early = self.ahead.early if self.ahead else None
+        assert early
+        if self._beside is None:
+            early.train()
+            yield
+            return
+        here = torch.cuda.current_stream()
+        self._beside.wait_stream(here)
+        with torch.cuda.stream(self._beside):
+            early.train()
+        yield
+        here.wait_stream(self._beside)
 
     def totals(self) -> Tensor:  # (3,)
         """Loss, right answers and images of the epoch so far, summed over the processes of a run."""
@@ -245,17 +315,17 @@ class Step:
 
     def _capture(self, size: int) -> None:
         """Record the step for this size of batch; what cannot be compiled or captured is announced and done without."""
-        with self.stream():  # first of all: what stays must not lie scattered among what is freed again
-            trained = self._trained()
         steps = self.config.epochs * len(self.order) // self.config.batch_size
         whole = size == self.config.batch_size  # not the last, smaller batch of an epoch
         every = steps < COMPILE_FROM_STEPS  # every layer rebuilt ahead
+        with self.stream():  # first of all: what stays must not lie scattered among what is freed again
+            trained = self._trained(early=not every)
         for compiles, ahead in ((True, True), (True, False), (False, True), (False, False)):
             pays = whole and steps >= (COMPILE_AHEAD_FROM_STEPS if ahead else COMPILE_FROM_STEPS)
             if (compiles and not pays) or (ahead and not self.layers):
                 continue
             kind = ("compiled, " if compiles else "") + "captured" + (", weights ahead" if ahead else "")
-            loss = compiled_loss() if compiles else batch_loss
+            ways: list[Any] = [compiled_loss() if compiles else batch_loss]
             before = self._snapshot()
             try:
                 with self.stream(), compiling.ready(self.model) if compiles else nullcontext():
@@ -265,14 +335,16 @@ class Step:
                         if every and compiles:
                             paths = dict.fromkeys(paths, "rebuild")
                         rebuild = compiled_rebuild() if compiles and not every else rebuilt_weight
-                        self.ahead = WeightsAhead(paths, self.precision, rebuild, *trained)
+                        self.ahead = WeightsAhead(paths, self.precision, rebuild, trained)
+                        if self.ahead.early:
+                            ways.append(compiled_halves() if compiles else (batch_outputs, loss_of))
                         self._take_notice()
                     for _ in range(WARM_UP_STEPS):
-                        self._take(size, loss)
+                        self._take(size, *ways)
                         self.cursor.zero_()
                     # Gradients that do not exist yet are written, not added to, by the captured backward pass.
                     self.optimizer.zero_grad(set_to_none=True)
-                    self.graphs[size] = self._recorded(size, loss)
+                    self.graphs[size] = self._recorded(size, *ways)
                 if whole:
                     self.kind, self.test_ahead = kind, self.ahead
                     tests = self.config.epochs * len(self.data.test_labels)
@@ -292,18 +364,18 @@ class Step:
                 self._take_notice()
         self.captures = False
 
-    def _trained(self) -> tuple[Sequence[cpnorm.CPLayer], TrainedTerms | None]:
+    def _trained(self, *, early: bool) -> list[TrainedLayers]:
         """Layers that kernels train; found once for all sizes of batches: each has its graph, and they take turns."""
         if self.kernels is None:
-            self.kernels = ([], None)
+            self.kernels = []
             if self.config.lambda_l1 == 0:  # the kernels have lambdas' gradients to themselves
                 try:
-                    self.kernels = trained_terms(self.layers, self.optimizer, self.precision)
+                    self.kernels = trained_layers(self.model, self.optimizer, self.precision, early=early)
                 except (ImportError, ValueError) as error:
                     log.warning("canonical layers trained by torch instead of kernels: %s", error)
         return self.kernels
 
-    def _recorded(self, size: int, loss: Loss) -> torch.cuda.CUDAGraph:
+    def _recorded(self, size: int, *ways: Any) -> torch.cuda.CUDAGraph:
         """The step as a graph that shares no memory with those of other runs.
 
         Matrix products write partial sums to a workspace that belongs to their stream, and torch has 32 streams in all:
@@ -314,7 +386,7 @@ class Step:
         torch._C._cuda_clearCublasWorkspaces()
         try:
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                self._take(size, loss)
+                self._take(size, *ways)
         finally:
             torch._C._cuda_clearCublasWorkspaces()
         return graph
