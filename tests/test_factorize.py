@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import laws
 from cpnorm import canonical_layers, canonical_norm
 from cpnorm.factorize import Factorization, choose_forms, factorize
 from cpnorm.forms import chain, form_cost, forms_of
+from cpnorm.plain import plain_copy, slice_pools
 from cpnorm.race import race
 from laws import CASES, Case, close
 
@@ -91,10 +93,60 @@ def test_costs_are_those_of_torchs_own_counter(case: Case) -> None:
 # --- the result ---------------------------------------------------------------------------------------------------
 
 
+def test_aligned_chains() -> None:
+    """A few zero terms more, and the bias goes with the last product."""
+    model = network()
+    plain = chain(model[3], "aligned-depthwise")  # of rank 12
+    assert plain.into.weight.shape == (16, 32, 1, 1)
+    assert plain.depthwise.weight.shape == (16, 1, 3, 3)
+    assert not plain.depthwise.weight[12:].any()
+    assert torch.equal(plain.out.linear.bias, model[3].bias)
+    assert chain(model[7], "aligned-low-rank").into.weight.shape == (8, 768)
+    small = factorize(model, image(), measure=False, forms={"3": "aligned-depthwise"})
+    assert small[3].out.linear.bias is not model[3].bias
+    close(small(image()), model(image()), 1e-5)
+
+
+def test_sliced_pools() -> None:
+    pools = [nn.MaxPool2d(2), nn.MaxPool2d((2, 2), stride=(2, 2))]
+    others = [nn.MaxPool2d(2, ceil_mode=True), nn.MaxPool2d(3), nn.MaxPool2d(2, stride=1), nn.MaxPool2d(2, padding=1)]
+    heard = nn.MaxPool2d(2)
+    heard.register_forward_hook(lambda *_: None)
+    model = nn.Sequential(*pools, nn.Sequential(*others), heard)
+    assert slice_pools(model)
+    assert not any(isinstance(module, nn.MaxPool2d) for module in model[:2])
+    assert list(model[2]) == others
+    assert model[3] is heard
+    assert not slice_pools(nn.Sequential(*others, heard))
+    for size in ((8, 8), (7, 9), (2, 3), (5, 2)):
+        for layout in (torch.contiguous_format, torch.channels_last):
+            x = torch.randn(3, 4, *size).contiguous(memory_format=layout)
+            x[0, 0, 0, 1] = torch.nan
+            wanted = F.max_pool2d(x, 2)
+            made = model[0](x)
+            torch.testing.assert_close(made, wanted, rtol=0, atol=0, equal_nan=True)
+            assert made.stride() == wanted.stride()
+        torch.testing.assert_close(model[0](x[1]), wanted[1], rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_choices_on_a_gpu() -> None:
+    model = network().cuda().bfloat16().eval()
+    x = image(256).cuda().bfloat16()
+    for measure in (True, False):
+        choice = choose_forms(model, x, measure=measure)
+        close(choice.apply(model)(x).float(), model(x).float(), 0.03)
+        aligned = any(form.startswith("aligned-") for form in choice.layers["3"].costs)
+        assert aligned
+    small = plain_copy(model, dict.fromkeys("0379", "dense"), channels_last=True, sliced_pools=True)
+    close(small(x).float(), model(x).float(), 0.03)
+
+
 def test_the_result_needs_no_cpnorm(tmp_path: Path) -> None:
     """Pickled here, it runs in a process that cannot import cpnorm, with the same outputs."""
     model = network().eval()
-    small = factorize(model, image(), forms={"3": "linear-depthwise"})
+    forms = {"0": "aligned-depthwise", "3": "linear-depthwise", "7": "dense", "9": "dense"}
+    small = plain_copy(model, forms, channels_last=True, light_relus=True, sliced_pools=True)
     with torch.no_grad():
         torch.save({"model": small, "x": image(), "y": model(image())}, tmp_path / "small.pt")
     script = """
@@ -298,8 +350,8 @@ def timed_by(monkeypatch: pytest.MonkeyPatch, layer: Callable, model: Callable) 
 
     def decided(runs: dict, device: torch.device) -> dict:
         races.append(set(runs))
-        if ("baseline", False) in runs:
-            return {(kind, last): model(kind, last) for kind, last in runs}
+        if ("baseline", False, False) in runs:
+            return {(kind, last, sliced): model(kind, last) for kind, last, sliced in runs}
         return {form: layer(form, len(races)) for form in runs}
 
     monkeypatch.setattr(sys.modules["cpnorm.factorize"], "race", decided)
@@ -321,7 +373,10 @@ def test_the_fastest_form_and_layout_win(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(races) == 7  # four layers; the two convolutions once more, channels last; the whole
     assert not choice.channels_last
     assert set(forms_in(choice)) == {"dense"}  # in this layout no chain was faster, so that "chosen" is dense too
-    assert races[-1] == {("baseline", False), ("chosen", False), ("chosen", True), ("dense", True)}
+    assert races[-1] == {
+        (*way, False) for way in (("baseline", False), ("chosen", False), ("chosen", True), ("dense", True))
+    }
+    assert not any(str(form).startswith("aligned") for forms in races for form in forms)  # which are for GPUs
     assert choice.seconds == {"dense": 9.0, "chosen": 6.0}
 
     timed_by(

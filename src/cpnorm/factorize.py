@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from cpnorm.arguments import expect
 from cpnorm.calls import Call, Inputs, calls_of, run
 from cpnorm.convert import canonical_layers, fold
-from cpnorm.forms import FormCost, chain, form_cost, forms_of
+from cpnorm.forms import ALIGNED, FormCost, chain, form_cost, forms_of
 from cpnorm.layers import CPLayer
-from cpnorm.plain import has_layouts, lighten_relus, plain_copy, with_layout
+from cpnorm.plain import has_layouts, lighten_relus, plain_copy, slice_pools, with_layout
 from cpnorm.race import race
 
 Goal = Literal["time", "weights"]
@@ -73,13 +73,14 @@ class Factorization:
     channels_last: bool
     light_relus: bool  # behind a pooling, in place: where the model's outputs stay the same
     seconds: dict[str, float]  # of the whole model, "dense" and "chosen"; empty if nothing was measured
+    sliced_pools: bool = False
 
     def apply(self, model: nn.Module) -> nn.Module:
         """A plain copy of the model with its canonical layers in the chosen forms."""
         if list(canonical_layers(model)) != list(self.layers):
             raise ValueError(f"this choice is for a model with the canonical layers {', '.join(self.layers)}")
         forms = {name: layer.form for name, layer in self.layers.items()}
-        return plain_copy(model, forms, self.channels_last, self.light_relus)
+        return plain_copy(model, forms, self.channels_last, self.light_relus, self.sliced_pools)
 
     def total(self, which: Literal["dense", "chosen"]) -> FormCost:
         """Of all canonical layers together."""
@@ -93,9 +94,9 @@ class Factorization:
             weights = f"{dense.weights:>10,} -> {chosen.weights:>10,}"
             flops = f"{dense.flops / 1e6:>9.2f} -> {chosen.flops / 1e6:>9.2f}"
             times = f"{seconds[0] * 1e3:>9.3f} -> {seconds[-1] * 1e3:>9.3f}" if seconds else f"{'not timed':>22}"
-            return f"{name:<{width}}  {form:<15}  {rank:>5}  {weights}  {flops}  {times}"
+            return f"{name:<{width}}  {form:<17}  {rank:>5}  {weights}  {flops}  {times}"
 
-        lines = [f"{'layer':<{width}}  {'form':<15}  {'rank':>5}  {'weights':>24}  {'MFLOP':>22}  {'ms':>22}  reason"]
+        lines = [f"{'layer':<{width}}  {'form':<17}  {'rank':>5}  {'weights':>24}  {'MFLOP':>22}  {'ms':>22}  reason"]
         for name, layer in self.layers.items():
             seconds = [layer.seconds[form] for form in ("dense", layer.form) if form in layer.seconds]
             costs = layer.costs["dense"], layer.costs[layer.form]
@@ -103,7 +104,8 @@ class Factorization:
         layout = "channels last" if self.channels_last else "contiguous"
         totals = self.total("dense"), self.total("chosen")
         last = row("all", layout, "", *totals, list(self.seconds.values()))
-        return "\n".join([*lines, f"{last}  {'light ReLUs' if self.light_relus else ''}".rstrip()])
+        besides = ["light ReLUs"] * self.light_relus + ["sliced pools"] * self.sliced_pools
+        return "\n".join([*lines, f"{last}  {', '.join(besides)}".rstrip()])
 
 
 @torch.inference_mode(False)
@@ -160,7 +162,9 @@ def choose_forms(
                 raise ValueError("the model computes something else in these forms: it treats layers by their class")
             reason = "the model treats layers by their class"
             picks[channels_last] = {name: replace(layer, form="dense", reason=reason) for name, layer in chosen.items()}
-    light_relus = _may_lighten(dense, example_input)
+    light_relus = not _called_by_hand(copy.deepcopy(dense), example_input) and _stays(
+        dense, lighten_relus, example_input
+    )
     if not measure:
         return Factorization(picks[layouts[-1]], layouts[-1], light_relus, {})
     return _race_models(model, dense, picks, light_relus, example_input, whole_dense=goal == "time" and not asked)
@@ -224,10 +228,10 @@ def _called_by_hand(model: nn.Module, example_input: Inputs) -> bool:
     return bool(found)
 
 
-def _may_lighten(dense: nn.Module, example_input: Inputs) -> bool:
-    """Whether the outputs stay what they are with light ReLUs: another reader of what these overwrite would show."""
+def _stays(dense: nn.Module, change: Callable[[nn.Module], bool], example_input: Inputs) -> bool:
+    """Whether the outputs stay what they are: another reader of what light ReLUs overwrite would show."""
     twin = copy.deepcopy(dense)
-    if _called_by_hand(twin, example_input) or not lighten_relus(twin):
+    if not change(twin):
         return False
     outputs = (pytree.tree_leaves(run(model, example_input)) for model in (dense, twin))
     return all(not isinstance(y, Tensor) or torch.equal(y, z) for y, z in zip(*outputs, strict=True))
@@ -256,7 +260,11 @@ def _compare(
         candidates = [asked] if asked != "dense" else []
     else:
         flat = all(len(call.shape) <= 2 for call in calls)
-        candidates = [form for form in forms_of(layer) if not odd and (flat or form != "unflatten")]
+        candidates = [form for form in forms_of(layer) if not odd and (flat or "unflatten" not in form)]
+        if not layer.lambdas.is_cuda:
+            candidates = [form for form in candidates if not form.startswith(ALIGNED)]
+        elif not measure:  # the model of the costs does not know what they are good for
+            candidates = [form for form in candidates if f"{ALIGNED}{form}" not in candidates]
     device, shapes = "cuda" if layer.lambdas.is_cuda else "cpu", [call.shape for call in calls]
     costs = {"dense": form_cost(dense, shapes, device)}
     costs |= {form: form_cost(chain(layer, form, empty=True), shapes, device) for form in candidates}
@@ -293,7 +301,10 @@ def _race_models(
     example_input: Inputs,
     whole_dense: bool,
 ) -> Factorization:
-    """The whole model in the picked forms and, if allowed, dense, in every layout: the fastest."""
+    """The whole model in the picked forms and, if allowed, dense, in every layout: the fastest.
+
+    On a GPU, channels last, with poolings as they are and sliced.
+    """
     options = {("chosen", layout): layers for layout, layers in picks.items()}
     if whole_dense:
         reason = "the model as a whole is faster dense"
@@ -303,14 +314,18 @@ def _race_models(
                     name: pick if pick.form == "dense" else replace(pick, form="dense", reason=reason)
                     for name, pick in layers.items()
                 }
+    device = next(dense.parameters()).device
+    sliceable = device.type == "cuda" and _stays(dense, slice_pools, example_input)
     runs = {}
     for (kind, layout), layers in options.items():
         forms = {name: layer.form for name, layer in layers.items()}
-        twin = plain_copy(model, forms, layout, light_relus).eval()
-        runs[kind, layout] = partial(run, twin, example_input)
-    runs["baseline", False] = partial(run, dense, example_input)
-    seconds = race(runs, next(dense.parameters()).device)
-    best = min(options, key=lambda option: seconds[option])
+        for sliced in (False, True) if sliceable and layout else (False,):
+            twin = plain_copy(model, forms, layout, light_relus, sliced).eval()
+            runs[kind, layout, sliced] = partial(run, twin, example_input)
+    runs["baseline", False, False] = partial(run, dense, example_input)
+    seconds = race(runs, device)
+    baseline = seconds.pop(("baseline", False, False))
+    kind, layout, sliced = best = min(seconds, key=lambda option: seconds[option])
     return Factorization(
-        options[best], best[1], light_relus, {"dense": seconds["baseline", False], "chosen": seconds[best]}
+        options[kind, layout], layout, light_relus, {"dense": baseline, "chosen": seconds[best]}, sliced
     )

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
+from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from cpnorm.layers import CPLayer
@@ -31,6 +32,8 @@ FLOPS_PER_CALL = {"cpu": 5e6, "cuda": 5e8}
 
 Steps = tuple[tuple[int, ...], ...]  # the axes of the kernel that each step takes
 LINEAR = "linear-"  # forms whose first step is a linear layer
+ALIGNED = "aligned-"  # forms made for tensor cores
+ALIGNMENT = 8  # numbers that tensor cores take at once: others' products fall to kernels half as fast
 
 
 # --- which forms there are ----------------------------------------------------------------------------------------
@@ -42,11 +45,14 @@ def forms_of(layer: CPLayer) -> list[str]:
     "low-rank": two linear maps, or two 1x1 convolutions; "depthwise": 1x1 -> kxk for each term -> 1x1;
     "separable": 1x1 -> kx1 -> 1xk -> 1x1; "split": kx1 -> 1xk; "pointwise-first": 1x1 -> kxk;
     "pointwise-last": kxk -> 1x1; "unflatten": a linear layer with finer modes, as 1x1 -> depthwise -> linear.
-    "linear-depthwise" and its like begin with a linear layer over the channels instead of a 1x1 convolution.
+    "linear-depthwise" and its like begin with a linear layer over the channels instead of a 1x1 convolution;
+    "aligned-depthwise" and its like have a few zero terms more, so that their number is a multiple of 8, and end with a
+    linear layer over the channels, which adds its bias on the way.
     """
-    if isinstance(layer, nn.Linear):
-        return ["low-rank", "unflatten"] if 2 <= len(_linear_modes(layer)[1]) <= 4 else ["low-rank"]
-    return list(_conv_steps(cast(_ConvNd, layer)))
+    found = list(_conv_steps(cast(_ConvNd, layer))) if not isinstance(layer, nn.Linear) else ["low-rank"]
+    if isinstance(layer, nn.Linear) and 2 <= len(_linear_modes(layer)[1]) <= 4:
+        found.append("unflatten")
+    return [*found, *(f"{ALIGNED}{form}" for form in found if not form.startswith(LINEAR))]
 
 
 def _conv_steps(conv: _ConvNd) -> dict[str, Steps]:
@@ -90,12 +96,18 @@ def chain(layer: CPLayer, form: str, *, empty: bool = False) -> nn.Sequential:
     device = torch.device("meta") if empty else layer.lambdas.device
     scales = (layer.sigma * layer.lambdas).to(device, wide)
     factors = [unit_columns(factor.to(device, wide)) for factor in layer.factors]
+    aligned, base = form.startswith(ALIGNED), form.removeprefix(ALIGNED)
+    if aligned:
+        scales, *factors = (F.pad(terms, (0, -len(scales) % ALIGNMENT)) for terms in (scales, *factors))
     if isinstance(layer, nn.Linear):
-        plain = _linear_chain(layer, form, scales, factors)
+        plain = _linear_chain(layer, base, scales, factors)
     else:
-        plain = _conv_chain(cast(_ConvNd, layer), _conv_steps(cast(_ConvNd, layer))[form], scales, factors)
+        steps = _conv_steps(cast(_ConvNd, layer))[base]
+        plain = _conv_chain(cast(_ConvNd, layer), steps, scales, factors)
         if form.startswith(LINEAR):
             plain[0] = _over_channels(cast(_ConvNd, plain[0]))
+        if aligned and not steps[-1] and layer.groups == 1:
+            plain[-1] = _over_channels(cast(_ConvNd, plain[-1]))
     plain.to(device, layer.lambdas.dtype).requires_grad_(layer.lambdas.requires_grad)
     return plain.train(layer.training)
 
@@ -187,11 +199,11 @@ def _conv_step(
 
 
 def _over_channels(conv: _ConvNd) -> GraphModule:
-    """A 1x1 convolution without a bias as a linear layer, between two views: channels last, nothing is moved for them.
+    """A 1x1 convolution as a linear layer, between two views: channels last, nothing is moved for them.
 
     A module of torch's own that carries its code, since torch has no layer that turns dimensions.
     """
-    linear = _plain(nn.Linear(conv.in_channels, conv.out_channels, device="meta"), conv.weight.flatten(1))
+    linear = _plain(nn.Linear(conv.in_channels, conv.out_channels, device="meta"), conv.weight.flatten(1), conv.bias)
     channels = 1 - conv.weight.ndim  # counted from behind: there may be no batch
     graph = Graph()
     x = graph.call_method("movedim", (graph.placeholder("x"), channels, -1))
