@@ -129,6 +129,26 @@ def test_sliced_pools() -> None:
         torch.testing.assert_close(model[0](x[1]), wanted[1], rtol=0, atol=0)
 
 
+def test_a_last_product_gets_the_slices_of_the_pooling_behind_it() -> None:
+    model = network().eval()
+    forms = {"0": "aligned-depthwise", "3": "aligned-pointwise-last", "7": "low-rank", "9": "dense"}
+    plain = plain_copy(model, forms, channels_last=True, light_relus=True, sliced_pools=True)
+    assert [type(layer).__name__ for layer in (plain[1], plain[4])] == ["Identity"] * 2
+    assert [type(chained[-1]).__name__ for chained in (plain[0], plain[3])] == ["LargestSlice"] * 2
+    assert plain[0].out.linear.bias is not None
+    x = image()[:, :, :15]
+    model[7] = model[9] = plain[7] = plain[9] = nn.Identity()  # of odd sizes, another number of features
+    close(plain(x), model(x), 1e-5)
+
+
+def test_a_layer_in_two_places_is_not_pooled_in_one() -> None:
+    conv = canonical_norm(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1)), rank=3)[0]
+    model = nn.Sequential(conv, nn.MaxPool2d(2), conv)
+    plain = plain_copy(model, {"0": "aligned-depthwise"}, channels_last=True, sliced_pools=True)
+    x = torch.randn(2, 4, 6, 6)
+    close(plain(x), model(x), 1e-5)
+
+
 @pytest.mark.gpu
 def test_choices_on_a_gpu() -> None:
     model = network().cuda().bfloat16().eval()
@@ -136,8 +156,7 @@ def test_choices_on_a_gpu() -> None:
     for measure in (True, False):
         choice = choose_forms(model, x, measure=measure)
         close(choice.apply(model)(x).float(), model(x).float(), 0.03)
-        aligned = any(form.startswith("aligned-") for form in choice.layers["3"].costs)
-        assert aligned
+        assert any(form.startswith("aligned-") for form in choice.layers["3"].costs)
     small = plain_copy(model, dict.fromkeys("0379", "dense"), channels_last=True, sliced_pools=True)
     close(small(x).float(), model(x).float(), 0.03)
 
@@ -348,10 +367,10 @@ def timed_by(monkeypatch: pytest.MonkeyPatch, layer: Callable, model: Callable) 
     """Races decided by these rules instead of the clock; the runners of each race are noted."""
     races: list[set] = []
 
-    def decided(runs: dict, device: torch.device) -> dict:
+    def decided(runs: dict, device: torch.device, *, captured: bool = False) -> dict:
         races.append(set(runs))
-        if ("baseline", False, False) in runs:
-            return {(kind, last, sliced): model(kind, last) for kind, last, sliced in runs}
+        if ("baseline", False, False, False) in runs:
+            return {(kind, last, *rest): model(kind, last) for kind, last, *rest in runs}
         return {form: layer(form, len(races)) for form in runs}
 
     monkeypatch.setattr(sys.modules["cpnorm.factorize"], "race", decided)
@@ -373,9 +392,8 @@ def test_the_fastest_form_and_layout_win(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(races) == 7  # four layers; the two convolutions once more, channels last; the whole
     assert not choice.channels_last
     assert set(forms_in(choice)) == {"dense"}  # in this layout no chain was faster, so that "chosen" is dense too
-    assert races[-1] == {
-        (*way, False) for way in (("baseline", False), ("chosen", False), ("chosen", True), ("dense", True))
-    }
+    ways = {("baseline", False), ("chosen", False), ("chosen", True), ("dense", True)}
+    assert races[-1] == {(*way, False, False) for way in ways}
     assert not any(str(form).startswith("aligned") for forms in races for form in forms)  # which are for GPUs
     assert choice.seconds == {"dense": 9.0, "chosen": 6.0}
 

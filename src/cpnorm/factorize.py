@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,7 @@ from cpnorm.plain import has_layouts, lighten_relus, plain_copy, slice_pools, wi
 from cpnorm.race import race
 
 Goal = Literal["time", "weights"]
+Way = tuple[bool, bool]  # in which layers were timed: channels last, captured as graphs
 
 GAIN = 0.95  # a chain must take less than this share of the dense layer's time: anything closer is noise
 ROUNDING = 0.05  # of the largest output: a network may run in bfloat16 inside, and a wrong way is farther off
@@ -142,32 +144,38 @@ def choose_forms(
 
     dense = fold(copy.deepcopy(model)).eval()
     layouts = (False, True) if _runs_channels_last(dense, example_input) else (False,)
+    # On a GPU, single layers may wait for their kernels to be started, where the model as a whole does not: both count.
+    device = next(dense.parameters()).device
+    clocks = (False, True) if measure and device.type == "cuda" else (False,)
     compared: dict[Hashable, LayerForm] = {}  # layers alike, as networks repeat them, are compared once
-    picks: dict[bool, dict[str, LayerForm]] = {}  # by layout: channels last or not
-    for channels_last in layouts if measure else layouts[-1:]:
+    picks: dict[Way, dict[str, LayerForm]] = {}
+    for channels_last, captured in product(layouts if measure else layouts[-1:], clocks):
         plain = with_layout(copy.deepcopy(dense), channels_last)
         calls = calls_of(model, plain, example_input)
-        picks[channels_last] = {}
+        picks[channels_last, captured] = {}
         for name, layer in layers.items():
             module, by_hand = plain.get_submodule(name), asked.get(name)
             layout = channels_last and has_layouts(module)
-            key = (type(layer), layer.extra_repr(), layer.modes, layer.lambdas.dtype, layout, *calls[name], by_hand)
+            alike = (type(layer), layer.extra_repr(), layer.modes, layer.lambdas.dtype, *calls[name])
+            key = (*alike, layout, captured, by_hand)
             if key not in compared:
-                compared[key] = _compare(layer, module, calls[name], layout, by_hand, measure, goal)
-            picks[channels_last][name] = compared[key]
-    for channels_last, chosen in picks.items():
+                compared[key] = _compare(layer, module, calls[name], layout, captured, by_hand, measure, goal)
+            picks[channels_last, captured][name] = compared[key]
+    for (channels_last, captured), chosen in picks.items():
         plain = plain_copy(model, {name: layer.form for name, layer in chosen.items()}, channels_last).eval()
         if not _computes_as(plain, dense, example_input):
             if asked:
                 raise ValueError("the model computes something else in these forms: it treats layers by their class")
             reason = "the model treats layers by their class"
-            picks[channels_last] = {name: replace(layer, form="dense", reason=reason) for name, layer in chosen.items()}
-    light_relus = not _called_by_hand(copy.deepcopy(dense), example_input) and _stays(
-        dense, lighten_relus, example_input
-    )
+            dense_all = {name: replace(layer, form="dense", reason=reason) for name, layer in chosen.items()}
+            picks[channels_last, captured] = dense_all
+    free = not _called_by_hand(copy.deepcopy(dense), example_input)  # to put layers in other places
+    light_relus = free and _stays(dense, lighten_relus, example_input)
     if not measure:
-        return Factorization(picks[layouts[-1]], layouts[-1], light_relus, {})
-    return _race_models(model, dense, picks, light_relus, example_input, whole_dense=goal == "time" and not asked)
+        return Factorization(picks[layouts[-1], False], layouts[-1], light_relus, {})
+    sliceable = free and device.type == "cuda" and _stays(dense, slice_pools, example_input)
+    whole_dense = goal == "time" and not asked
+    return _race_models(model, dense, picks, light_relus, sliceable, example_input, whole_dense)
 
 
 def _runs_channels_last(dense: nn.Module, example_input: Inputs) -> bool:
@@ -250,6 +258,7 @@ def _compare(
     dense: nn.Module,
     calls: list[Call],
     channels_last: bool,
+    captured: bool,
     asked: str | None,
     measure: bool,
     goal: Goal,
@@ -286,7 +295,13 @@ def _compare(
         if total <= HOPELESS * min(lighter.values()):
             runners[form] = with_layout(chain(layer, form).eval(), channels_last)
     inputs = [call.random_input(layer.lambdas.device) for call in calls]
-    seconds = race({form: partial(_run_all, runner, inputs) for form, runner in runners.items()}, layer.lambdas.device)
+    runs = {form: partial(_run_all, runner, inputs) for form, runner in runners.items()}
+    try:
+        seconds = race(runs, layer.lambdas.device, captured=captured)
+    except RuntimeError:
+        if not captured:
+            raise
+        seconds = race(runs, layer.lambdas.device)  # somebody else is capturing, perhaps
     fastest = min(seconds, key=lambda form: seconds[form])
     if seconds[fastest] < GAIN * seconds["dense"]:
         return pick(fastest, f"fastest of {len(runners)} timed", seconds=seconds)
@@ -296,36 +311,36 @@ def _compare(
 def _race_models(
     model: nn.Module,
     dense: nn.Module,
-    picks: Mapping[bool, dict[str, LayerForm]],
+    picks: Mapping[Way, dict[str, LayerForm]],
     light_relus: bool,
+    sliceable: bool,
     example_input: Inputs,
     whole_dense: bool,
 ) -> Factorization:
     """The whole model in the picked forms and, if allowed, dense, in every layout: the fastest.
 
-    On a GPU, channels last, with poolings as they are and sliced.
+    If poolings may be sliced, channels last, as they are and sliced.
     """
-    options = {("chosen", layout): layers for layout, layers in picks.items()}
+    options = {("chosen", *way): layers for way, layers in picks.items()}
     if whole_dense:
         reason = "the model as a whole is faster dense"
-        for layout, layers in picks.items():
+        for way, layers in picks.items():
             if any(pick.form != "dense" for pick in layers.values()):
-                options["dense", layout] = {
+                options["dense", *way] = {
                     name: pick if pick.form == "dense" else replace(pick, form="dense", reason=reason)
                     for name, pick in layers.items()
                 }
-    device = next(dense.parameters()).device
-    sliceable = device.type == "cuda" and _stays(dense, slice_pools, example_input)
-    runs = {}
-    for (kind, layout), layers in options.items():
-        forms = {name: layer.form for name, layer in layers.items()}
+    runs, known = {}, set()
+    for option, layers in options.items():
+        forms, layout = {name: layer.form for name, layer in layers.items()}, option[1]
+        if (same := (layout, *forms.values())) in known:
+            continue
+        known.add(same)
         for sliced in (False, True) if sliceable and layout else (False,):
             twin = plain_copy(model, forms, layout, light_relus, sliced).eval()
-            runs[kind, layout, sliced] = partial(run, twin, example_input)
-    runs["baseline", False, False] = partial(run, dense, example_input)
-    seconds = race(runs, device)
-    baseline = seconds.pop(("baseline", False, False))
-    kind, layout, sliced = best = min(seconds, key=lambda option: seconds[option])
-    return Factorization(
-        options[kind, layout], layout, light_relus, {"dense": baseline, "chosen": seconds[best]}, sliced
-    )
+            runs[*option, sliced] = partial(run, twin, example_input)
+    nothing = ("baseline", False, False, False)
+    seconds = race(runs | {nothing: partial(run, dense, example_input)}, next(dense.parameters()).device)
+    kind, layout, captured, sliced = best = min(runs, key=lambda option: seconds[option])
+    spent = {"dense": seconds[nothing], "chosen": seconds[best]}
+    return Factorization(options[kind, layout, captured], layout, light_relus, spent, sliced)
