@@ -12,8 +12,8 @@ caches does not matter; a ratio is the median over the turns. "dense" is the net
 the same with channels last and light ReLUs, which factorize does too: what that alone brings. Threads are best bound to
 cores: on a busy machine two of them may share one otherwise. And glibc is best told to keep freed memory: otherwise
 every large activation is taken from the system anew, page by page, which costs all competitors the same milliseconds
-and so the small networks the larger share. On a GPU all are timed twice: eager, as the forms are chosen, and captured
-as graphs, where starting a kernel costs next to nothing.
+and so the small networks the larger share. On a GPU all are timed twice, with forms chosen for each: eager, and
+captured as graphs, where starting a kernel costs next to nothing.
 
     export OMP_PROC_BIND=true MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296
     python benchmarks/inference.py [--rates 0 50 95]        # or make bench, which sets these
@@ -52,20 +52,21 @@ def measure(batch: int, rate: int, args: argparse.Namespace, left_out: dict[str,
     ranks, dtype = truncated(rate), getattr(torch, args.dtype)
     canonical = canonical_norm(alexnet(), ranks, "kaiming_normal").to(args.device, dtype).eval()
     x = torch.randn(batch, 3, 32, 32, device=args.device, dtype=dtype)
-    start = time.perf_counter()
-    choice = choose_forms(canonical, x)
-    chosen_in = time.perf_counter() - start
     dense = fold(copy.deepcopy(canonical))
     networks = {
         "dense": dense,
         "dense, tuned": plain_copy(canonical, dict.fromkeys(ranks, "dense"), channels_last=True, light_relus=True),
-        "factorize": choice.apply(canonical),
     }
     others, missing = peers.installed({PEER: lambda: peers.tensorly_torch(dense, ranks, "factorized")})
     networks |= {name: network.eval() for name, network in others.items()}
     left_out |= missing
-    print(f"\nbatch {batch}, {rate} %: forms chosen in {chosen_in:.1f} s\n{choice}")
-    return {way: compare(networks, x, f"{rate} %", choice, way, args) for way in args.ways}
+    rows = {}
+    for way in args.ways:
+        start = time.perf_counter()
+        choice = choose_forms(canonical, x, captured=way == "captured")
+        print(f"\nbatch {batch}, {rate} %, {way}: forms chosen in {time.perf_counter() - start:.1f} s\n{choice}")
+        rows[way] = compare(networks | {"factorize": choice.apply(canonical)}, x, f"{rate} %", choice, way, args)
+    return rows
 
 
 def compare(

@@ -129,32 +129,12 @@ def test_sliced_pools() -> None:
         torch.testing.assert_close(model[0](x[1]), wanted[1], rtol=0, atol=0)
 
 
-def test_a_last_product_gets_the_slices_of_the_pooling_behind_it() -> None:
-    model = network().eval()
-    forms = {"0": "aligned-depthwise", "3": "aligned-pointwise-last", "7": "low-rank", "9": "dense"}
-    plain = plain_copy(model, forms, channels_last=True, light_relus=True, sliced_pools=True)
-    assert [type(layer).__name__ for layer in (plain[1], plain[4])] == ["Identity"] * 2
-    assert [type(chained[-1]).__name__ for chained in (plain[0], plain[3])] == ["LargestSlice"] * 2
-    assert plain[0].out.linear.bias is not None
-    x = image()[:, :, :15]
-    model[7] = model[9] = plain[7] = plain[9] = nn.Identity()  # of odd sizes, another number of features
-    close(plain(x), model(x), 1e-5)
-
-
-def test_a_layer_in_two_places_is_not_pooled_in_one() -> None:
-    conv = canonical_norm(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1)), rank=3)[0]
-    model = nn.Sequential(conv, nn.MaxPool2d(2), conv)
-    plain = plain_copy(model, {"0": "aligned-depthwise"}, channels_last=True, sliced_pools=True)
-    x = torch.randn(2, 4, 6, 6)
-    close(plain(x), model(x), 1e-5)
-
-
 @pytest.mark.gpu
 def test_choices_on_a_gpu() -> None:
     model = network().cuda().bfloat16().eval()
     x = image(256).cuda().bfloat16()
-    for measure in (True, False):
-        choice = choose_forms(model, x, measure=measure)
+    for asked in ({"measure": True}, {"measure": False}, {"captured": True}):
+        choice = choose_forms(model, x, **asked)
         close(choice.apply(model)(x).float(), model(x).float(), 0.03)
         assert any(form.startswith("aligned-") for form in choice.layers["3"].costs)
     small = plain_copy(model, dict.fromkeys("0379", "dense"), channels_last=True, sliced_pools=True)
@@ -484,6 +464,8 @@ def test_wrong_calls() -> None:
         factorize(model, image(), forms={"3": "low-rank"})
     with pytest.raises(ValueError, match="expected goal to be time or weights, got 'size'"):
         factorize(model, image(), goal="size")
+    with pytest.raises(ValueError, match="captured is for models on a GPU, got one on cpu"):
+        factorize(model, image(), captured=True)
     with pytest.raises(ValueError, match="this choice is for a model with the canonical layers 0, 3, 7, 9"):
         choose_forms(model, image(), measure=False).apply(model[0])
     assert len(canonical_layers(model)) == 4

@@ -36,6 +36,7 @@ def factorize(
     *,
     measure: bool = True,
     goal: Goal = "time",
+    captured: bool = False,
     forms: Mapping[str, str] | None = None,
 ) -> nn.Module:
     """A copy of the model in plain layers, each canonical one in its fastest form; the model itself is left alone.
@@ -50,7 +51,8 @@ def factorize(
       (out): Linear(in_features=8, out_features=512, bias=True)
     )
     """
-    return choose_forms(model, example_input, measure=measure, goal=goal, forms=forms).apply(model)
+    choice = choose_forms(model, example_input, measure=measure, goal=goal, captured=captured, forms=forms)
+    return choice.apply(model)
 
 
 # --- the choice, which prints -------------------------------------------------------------------------------------
@@ -117,6 +119,7 @@ def choose_forms(
     *,
     measure: bool = True,
     goal: Goal = "time",
+    captured: bool = False,
     forms: Mapping[str, str] | None = None,
 ) -> Factorization:
     """For each canonical layer the fastest of dense and the chains it can become, and the layout of the whole.
@@ -127,6 +130,8 @@ def choose_forms(
             what is fastest depends on it.
         measure: time the layers and the whole on their device (seconds), or go by a model of the costs (instant).
         goal: "time", or "weights" for the smallest model whatever its speed.
+        captured: the model is to run as a CUDA graph (``torch.compile(mode="reduce-overhead")`` makes one), where its
+            kernels take time and not what starts them.
         forms: {"features.3": "depthwise"} decides for some layers by hand; "dense" keeps one in one piece.
     """
     layers = canonical_layers(model)
@@ -144,38 +149,40 @@ def choose_forms(
 
     dense = fold(copy.deepcopy(model)).eval()
     layouts = (False, True) if _runs_channels_last(dense, example_input) else (False,)
-    # On a GPU, single layers may wait for their kernels to be started, where the model as a whole does not: both count.
     device = next(dense.parameters()).device
-    clocks = (False, True) if measure and device.type == "cuda" else (False,)
+    if captured and device.type != "cuda":
+        raise ValueError(f"captured is for models on a GPU, got one on {device}")
+    # On a GPU, single layers may wait for their kernels to be started, where the model as a whole does not: both count.
+    clocks = (True,) if captured else (False, True) if measure and device.type == "cuda" else (False,)
     compared: dict[Hashable, LayerForm] = {}  # layers alike, as networks repeat them, are compared once
     picks: dict[Way, dict[str, LayerForm]] = {}
-    for channels_last, captured in product(layouts if measure else layouts[-1:], clocks):
+    for way in product(layouts if measure else layouts[-1:], clocks):
+        channels_last, as_graph = way
         plain = with_layout(copy.deepcopy(dense), channels_last)
         calls = calls_of(model, plain, example_input)
-        picks[channels_last, captured] = {}
+        picks[way] = {}
         for name, layer in layers.items():
             module, by_hand = plain.get_submodule(name), asked.get(name)
             layout = channels_last and has_layouts(module)
             alike = (type(layer), layer.extra_repr(), layer.modes, layer.lambdas.dtype, *calls[name])
-            key = (*alike, layout, captured, by_hand)
+            key = (*alike, layout, as_graph, by_hand)
             if key not in compared:
-                compared[key] = _compare(layer, module, calls[name], layout, captured, by_hand, measure, goal)
-            picks[channels_last, captured][name] = compared[key]
-    for (channels_last, captured), chosen in picks.items():
-        plain = plain_copy(model, {name: layer.form for name, layer in chosen.items()}, channels_last).eval()
+                compared[key] = _compare(layer, module, calls[name], layout, as_graph, by_hand, measure, goal)
+            picks[way][name] = compared[key]
+    for way, chosen in picks.items():
+        plain = plain_copy(model, {name: layer.form for name, layer in chosen.items()}, channels_last=way[0]).eval()
         if not _computes_as(plain, dense, example_input):
             if asked:
                 raise ValueError("the model computes something else in these forms: it treats layers by their class")
             reason = "the model treats layers by their class"
-            dense_all = {name: replace(layer, form="dense", reason=reason) for name, layer in chosen.items()}
-            picks[channels_last, captured] = dense_all
+            picks[way] = {name: replace(layer, form="dense", reason=reason) for name, layer in chosen.items()}
     free = not _called_by_hand(copy.deepcopy(dense), example_input)  # to put layers in other places
     light_relus = free and _stays(dense, lighten_relus, example_input)
     if not measure:
-        return Factorization(picks[layouts[-1], False], layouts[-1], light_relus, {})
+        return Factorization(picks[layouts[-1], captured], layouts[-1], light_relus, {})
     sliceable = free and device.type == "cuda" and _stays(dense, slice_pools, example_input)
     whole_dense = goal == "time" and not asked
-    return _race_models(model, dense, picks, light_relus, sliceable, example_input, whole_dense)
+    return _race_models(model, dense, picks, light_relus, sliceable, captured, example_input, whole_dense)
 
 
 def _runs_channels_last(dense: nn.Module, example_input: Inputs) -> bool:
@@ -314,6 +321,7 @@ def _race_models(
     picks: Mapping[Way, dict[str, LayerForm]],
     light_relus: bool,
     sliceable: bool,
+    captured: bool,
     example_input: Inputs,
     whole_dense: bool,
 ) -> Factorization:
@@ -340,7 +348,8 @@ def _race_models(
             twin = plain_copy(model, forms, layout, light_relus, sliced).eval()
             runs[*option, sliced] = partial(run, twin, example_input)
     nothing = ("baseline", False, False, False)
-    seconds = race(runs | {nothing: partial(run, dense, example_input)}, next(dense.parameters()).device)
-    kind, layout, captured, sliced = best = min(runs, key=lambda option: seconds[option])
+    entrants = runs | {nothing: partial(run, dense, example_input)}
+    seconds = race(entrants, next(dense.parameters()).device, captured=captured)
+    kind, layout, as_graph, sliced = best = min(runs, key=lambda key: seconds[key])
     spent = {"dense": seconds[nothing], "chosen": seconds[best]}
-    return Factorization(options[kind, layout, captured], layout, light_relus, spent, sliced)
+    return Factorization(options[kind, layout, as_graph], layout, light_relus, spent, sliced)

@@ -33,7 +33,6 @@ FLOPS_PER_CALL = {"cpu": 5e6, "cuda": 5e8}
 Steps = tuple[tuple[int, ...], ...]  # the axes of the kernel that each step takes
 LINEAR = "linear-"  # forms whose first step is a linear layer
 ALIGNED = "aligned-"  # forms made for tensor cores
-OVER_CHANNELS = "OverChannels"  # the class of a linear layer between two views
 ALIGNMENT = 8  # numbers that tensor cores take at once: others' products fall to kernels half as fast
 
 
@@ -210,7 +209,7 @@ def _over_channels(conv: _ConvNd) -> GraphModule:
     x = graph.call_method("movedim", (graph.placeholder("x"), channels, -1))
     x = graph.call_method("movedim", (graph.call_module("linear", (x,)), -1, channels))
     graph.output(x)
-    return GraphModule({"linear": linear}, graph, OVER_CHANNELS)
+    return GraphModule({"linear": linear}, graph, "OverChannels")
 
 
 def _plain(layer: nn.Module, weight: Tensor, bias: Tensor | None = None) -> nn.Module:

@@ -16,12 +16,11 @@ from torch.nn.modules.conv import _ConvNd
 
 from cpnorm.calls import has_hooks
 from cpnorm.convert import canonical_layers, fold
-from cpnorm.forms import OVER_CHANNELS, chain
+from cpnorm.forms import chain
 from cpnorm.layers import CPLayer
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
-LARGEST_SLICE = "LargestSlice"
 LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dimensions of a convolution's weight
 
 
@@ -88,8 +87,7 @@ def slice_pools(model: nn.Module) -> bool:
     """Let 2x2 poolings be the largest of four slices; False if there are none.
 
     torch's pooling finds out places as well, which nobody asked for: channels last on a GPU it takes up to twice as
-    long as three passes over slices. A linear layer over the channels right before it is given the slices, so that
-    nobody has to read every other row of what it makes.
+    long as three passes over slices.
     """
     found = False
     for parent in list(model.modules()):
@@ -97,15 +95,6 @@ def slice_pools(model: nn.Module) -> bool:
             if type(pool) is nn.MaxPool2d and _halves(pool) and not has_hooks(pool):
                 setattr(parent, name, _largest_slice())
                 found = True
-    places = _places(model)
-    for sequence in _sequences(model):
-        for i, (steps, pool) in enumerate(pairwise(list(sequence))):
-            if not isinstance(steps, nn.Sequential) or not len(steps) or places[id(steps)] > 1:
-                continue
-            known = (type(steps[-1]).__name__, type(pool).__name__) == (OVER_CHANNELS, LARGEST_SLICE)
-            if known and not (has_hooks(steps) or has_hooks(steps[-1])):
-                steps[-1] = _largest_slice(steps[-1].get_submodule("linear"))
-                sequence[i + 1] = nn.Identity()
     return found
 
 
@@ -126,23 +115,16 @@ def _halves(pool: nn.MaxPool2d) -> bool:
     return plain and all(getattr(pool, name) in (n, (n, n)) for name, n in expected.items())
 
 
-def _largest_slice(linear: nn.Module | None = None) -> GraphModule:
-    """Of every 2x2 square the largest number; of what a linear layer makes of the channels, if there is one."""
+def _largest_slice() -> GraphModule:
     graph = Graph()
     x = graph.placeholder("x")
     even, odd = slice(None, -1, 2), slice(1, None, 2)  # a last row or column without a partner is in neither
     corners: list[Any] = [(..., row, column) for row in (even, odd) for column in (even, odd)]
-    if linear is not None:
-        x = graph.call_method("movedim", (x, -3, -1))
-        corners = [(*corner, slice(None)) for corner in corners]
-    slices = [graph.call_function(getitem, (x, corner)) for corner in corners]
-    if linear is not None:
-        slices = [graph.call_module("linear", (part,)) for part in slices]
-    y, *others = slices
+    y, *others = (graph.call_function(getitem, (x, corner)) for corner in corners)
     for other in others:
         y = graph.call_function(torch.maximum, (y, other))
-    graph.output(y if linear is None else graph.call_method("movedim", (y, -1, -3)))
-    return GraphModule({} if linear is None else {"linear": linear}, graph, LARGEST_SLICE)
+    graph.output(y)
+    return GraphModule({}, graph, "LargestSlice")
 
 
 def leave_out_dropout(model: nn.Module) -> None:
