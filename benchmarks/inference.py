@@ -13,7 +13,7 @@ the same with channels last and light ReLUs, which factorize does too: what that
 cores: on a busy machine two of them may share one otherwise. And glibc is best told to keep freed memory: otherwise
 every large activation is taken from the system anew, page by page, which costs all competitors the same milliseconds
 and so the small networks the larger share. On a GPU all are timed twice, with forms chosen for each: eager, and
-captured as graphs, where starting a kernel costs next to nothing.
+captured as graphs, where starting a kernel costs next to nothing; at 95 % also compiled and captured.
 
     export OMP_PROC_BIND=true MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296
     python benchmarks/inference.py [--rates 0 50 95]        # or make bench, which sets these
@@ -48,24 +48,27 @@ def truncated(rate: int) -> dict[str, int]:
 
 
 def measure(batch: int, rate: int, args: argparse.Namespace, left_out: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """A row for each way to run the networks: eager, and on a GPU captured."""
+    """A row for each way to run the networks: eager, and on a GPU captured, and at 95 % compiled and captured."""
     ranks, dtype = truncated(rate), getattr(torch, args.dtype)
     canonical = canonical_norm(alexnet(), ranks, "kaiming_normal").to(args.device, dtype).eval()
     x = torch.randn(batch, 3, 32, 32, device=args.device, dtype=dtype)
     dense = fold(copy.deepcopy(canonical))
-    networks = {
-        "dense": dense,
-        "dense, tuned": plain_copy(canonical, dict.fromkeys(ranks, "dense"), channels_last=True, light_relus=True),
-    }
-    others, missing = peers.installed({PEER: lambda: peers.tensorly_torch(dense, ranks, "factorized")})
-    networks |= {name: network.eval() for name, network in others.items()}
+    tuned = plain_copy(canonical, dict.fromkeys(ranks, "dense"), channels_last=True, light_relus=True)
+    others, missing = peers.installed({PEER: lambda: peers.tensorly_torch(dense, ranks, "factorized").eval()})
     left_out |= missing
     rows = {}
     for way in args.ways:
-        start = time.perf_counter()
-        choice = choose_forms(canonical, x, captured=way == "captured")
-        print(f"\nbatch {batch}, {rate} %, {way}: forms chosen in {time.perf_counter() - start:.1f} s\n{choice}")
-        rows[way] = compare(networks | {"factorize": choice.apply(canonical)}, x, f"{rate} %", choice, way, args)
+        compiled = way == "compiled"
+        if not compiled:  # which takes the forms of captured networks
+            start = time.perf_counter()
+            choice = choose_forms(canonical, x, captured=way == "captured")
+            print(f"\nbatch {batch}, {rate} %, {way}: forms chosen in {time.perf_counter() - start:.1f} s\n{choice}")
+        networks = {"dense": dense, "dense, tuned": tuned, "factorize": choice.apply(canonical)}
+        if compiled:  # tensorly-torch's layers cannot be: the compiler stumbles over their strides
+            torch._dynamo.reset()
+            networks = {name: torch.compile(network, dynamic=False) for name, network in networks.items()}
+        if not compiled or rate == 95:  # compiling takes its time
+            rows[way] = compare(networks | ({} if compiled else others), x, f"{rate} %", choice, way, args)
     return rows
 
 
@@ -79,7 +82,7 @@ def compare(
 ) -> dict[str, Any]:
     with torch.inference_mode():
         once = {
-            name: timing.captured(partial(network, x), args.device if way == "captured" else "cpu")
+            name: timing.captured(partial(network, x), "cpu" if way == "eager" else args.device)
             for name, network in networks.items()
         }
         shortest = min(values[0] for values in timing.interleaved(once, 1, warmup=2).values())
@@ -136,13 +139,15 @@ def main() -> None:
     parser.add_argument("--rates", type=int, nargs="+", default=[0, 25, 50, 75, 90, 95, 99])
     args = timing.start(parser)
     gpu = args.device == "cuda"
-    args.ways = ("eager", "captured") if gpu else ("CPU",)
+    args.ways = ("eager", "captured", "compiled") if gpu else ("CPU",)
     args.dtype = args.dtype or ("bfloat16" if gpu else "float32")
     found, tables, left_out = [], {}, {}
     for batch in args.batch or ((1, 1024) if gpu else (1, 128)):
         rows = [measure(batch, rate, args, left_out) for rate in args.rates]
         for way in args.ways:
-            listed = [row[way] for row in rows]
+            listed = [row[way] for row in rows if way in row]
+            if not listed:
+                continue
             tables[f"batch {batch}, {args.dtype}{', ' + way if gpu else ''}"] = listed
             found += claims(batch, listed, way)
     title = "Inference of truncated networks, AlexNet-like"
