@@ -16,6 +16,8 @@ import pytest
 import torch
 
 import cpnorm
+from cpnorm.lab.report.claims import claims
+from cpnorm.lab.report.records import read_results
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -123,11 +125,17 @@ def test_the_table_is_what_the_records_say() -> None:
             if "compress" in line:
                 found[line["row"], True].append(line["compress"]["accuracy_cut"])
     accuracy = r"(?:\*\*)?(\d+\.\d\d) ± (\d\.\d\d)(?:\*\*)?"
-    rows = re.findall(rf"^\|.*?\| {accuracy} \| `(beyond-[^`]+)`(, before fine-tuning)? \|$", README, re.M)
-    assert len(rows) >= 6
+    best = r"(?: \(best epochs [^)]+\))?"
+    rows = re.findall(rf"^\|.*?\| {accuracy}{best} \| `([^`]+/[^`]+)`(, before fine-tuning)? \|$", README, re.M)
+    assert len(rows) >= 12
     assert [row for row in rows if row[3]]
     for mean, sd, key, before in rows:
         values = found[key, bool(before)]
         assert len(values) >= 3, key
         assert float(mean) == pytest.approx(statistics.mean(values), abs=0.006), key
         assert float(sd) == pytest.approx(statistics.stdev(values), abs=0.006), key
+
+
+def test_the_readme_answers_the_claims_as_the_records_do() -> None:
+    answers = re.findall(r"^\| ([^|]+\?) \| ([^|]+) \| [^|]+ \|$", README, re.M)
+    assert answers == [(claim.question, claim.answer) for claim in claims(read_results(ROOT / "results"))]

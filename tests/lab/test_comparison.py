@@ -150,6 +150,22 @@ class TestClaims:
         assert "in 1, less in 0; in 1 the test shows no difference" in claim.explanation
         assert [cell.text for cell in claim.grid.rows[0][-3:]] == ["+0.90", "< 0.001", "+0.94"]
 
+    def test_the_last_epochs_together_tell_more_than_one(self, tmp_path):
+        """All runs end alike, but those of one method have come down and up on the way."""
+        steady, shaky = [50.0] * 30 + [88.0] * 20, [50.0] * 30 + [88.0, 84.0] * 10
+        groups = [
+            lines("cifar10/cp-sgd", 88.0, curve=steady),
+            lines("cifar10/weight-sgd", 88.0, curve=shaky),
+            lines("cifar10/none-sgd", 88.0, curve=[*shaky[:-1], 85.0]),
+        ]
+        for n, line in enumerate(line for group in groups for line in group):
+            line["curve"] = {"test_accuracy": [a + 0.01 * (n % 8) for a in line["curve"]["test_accuracy"]]}
+        found = self.answers(records_of(tmp_path, *groups))
+        assert found["weight"].answer == "Not shown."
+        assert found["steady"].answer == "Yes."
+        assert [cell.text for cell in found["steady"].grid.rows[0][4:8]] == ["+1.95", "< 0.001", "+2.00", "< 0.001"]
+        assert not found["steady"].paper
+
     def test_one_run_is_no_test(self, tmp_path):
         groups = [lines("cifar10/cp-sgd", 88.3, 1), lines("cifar10/weight-sgd", 87.4, 1)]
         assert self.answers(records_of(tmp_path, *groups))["weight"].answer == "Not measured yet."

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from cpnorm.lab import steps
+from cpnorm.lab import ahead, steps
 from cpnorm.lab.ahead import WeightsAhead, halves, rebuilt_weight
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet
@@ -66,8 +66,8 @@ def mean_losses(
     return [means(run.step.totals().tolist())[0] for run in runs], runs[0].step.kind
 
 
-def movements(config: Config, data: ImageSet, *, compile: bool) -> tuple[dict[str, Tensor], str]:
-    """How far each parameter goes in the first two steps, and how they were taken."""
+def movements(config: Config, data: ImageSet, *, compile: bool) -> tuple[dict[str, Tensor], Step]:
+    """How far each parameter goes in the first two steps, and what took them."""
     run = Trainer(config, data, Options(compile=compile))
     with torch.no_grad():
         for layer in run.step.layers:
@@ -81,7 +81,7 @@ def movements(config: Config, data: ImageSet, *, compile: bool) -> tuple[dict[st
     moved = {name: p.detach() - before[name] for name, p in run.model.named_parameters()}
     # All do, but for single numbers, which may come back to where they were.
     assert all(moved[name].norm() > 1e-4 * p.norm() for name, p in before.items() if p.numel() > 1)
-    return moved, run.step.kind
+    return moved, run.step
 
 
 @pytest.mark.gpu
@@ -91,8 +91,8 @@ def test_a_recorded_step_is_the_eager_one(kind: str, images: ImageSet) -> None:
     lr = {"adam": 0.001, "rmsprop": 0.0005}[optimizer]
     config = LOW_RANK.replace(norm=norm, optimizer=optimizer, lr=lr, lambdas="ones", precision="fp32")
     eager, _ = movements(config, images, compile=False)
-    recorded, how = movements(config, images, compile=True)
-    assert how == ("captured, weights ahead" if norm == "cp" else "captured")
+    recorded, step = movements(config, images, compile=True)
+    assert step.kind == ("captured, weights ahead" if norm == "cp" else "captured")
     # Such an optimizer takes a whole step by the sign of a gradient that is nearly nothing. On a CPU, rounding that
     # differs by one in a million moves the median of these ratios to 0.08 at most; an optimizer's state or step count
     # left over from a warm-up, to 0.44 at least.
@@ -106,6 +106,23 @@ def test_recorded_steps_lead_where_eager_ones_do(changes: dict[str, Any], images
     config = LOW_RANK.replace(optimizer="sgd", lr=0.3, lambdas="ones", precision="fp32", **changes)
     eager, _ = movements(config, images, compile=False)
     recorded, _ = movements(config, images, compile=True)
+    for name, moved in eager.items():
+        assert (recorded[name] - moved).norm() < 0.01 * moved.norm(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [{}, {"momentum": 0.5}])
+def test_last_layers_trained_beside_the_backward_pass(
+    changes: dict[str, Any], images: ImageSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "EARLY_FROM", 1)
+    for name in ("COMPILE_FROM_STEPS", "COMPILE_AHEAD_FROM_STEPS"):
+        monkeypatch.setattr(steps, name, 0)
+    config = LOW_RANK.replace(modes=False, optimizer="sgd", lr=0.3, lambdas="ones", precision="fp32", **changes)
+    eager, _ = movements(config, images, compile=False)
+    recorded, step = movements(config, images, compile=True)
+    assert step.kind == "compiled, captured, weights ahead"
+    assert [len(group.layers) for group in step.kernels or ()] == [3, 5]
     for name, moved in eager.items():
         assert (recorded[name] - moved).norm() < 0.01 * moved.norm(), name
 

@@ -146,7 +146,8 @@ def claims_section(answers: Sequence[Claim]) -> Section:
     )
     for claim in answers:
         below = Section(f"claim-{claim.key}", claim.question)
-        below.blocks += [Text(claim.paper, quote=True), Text(claim.explanation, lead=claim.answer)]
+        below.blocks += [Text(claim.paper, quote=True)] if claim.paper else []
+        below.blocks.append(Text(claim.explanation, lead=claim.answer))
         if claim.grid:
             below.blocks.append(claim.grid)
         section.sections.append(below)
