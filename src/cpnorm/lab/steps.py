@@ -36,6 +36,7 @@ COMPILE_FROM_TESTS = 500_000  # images a run is tested on in all its epochs; rec
 TEST_BATCH = 2500  # images
 WARM_UP_STEPS = 3  # before a capture, so that libraries have chosen their kernels and buffers exist
 Loss = Callable[..., tuple[Tensor, Tensor]]
+Halves = tuple[Loss, Loss]  # batch_outputs of the first half of a model, loss_of of the second
 
 
 def batch_outputs(
@@ -100,7 +101,7 @@ def compiled_loss() -> Loss:
 
 
 @cache
-def compiled_halves() -> tuple[Loss, Loss]:
+def compiled_halves() -> Halves:
     """The same of a model that is cut in two."""
     return _compiled(batch_outputs), _compiled(loss_of)
 
@@ -221,7 +222,7 @@ class Step:
             self.random.set_state(torch.get_rng_state())
             torch.set_rng_state(others)
 
-    def _take(self, size: int, loss: Loss, halved: tuple[Loss, Loss] | None = None) -> None:
+    def _take(self, size: int, loss: Loss, halved: Halves | None = None) -> None:
         """A step; of a model that is cut in two, the last layers are trained while the backward pass goes on."""
         data, offsets = self.data, self.offsets[:size][self.rank :: self.world]
         *recipe, smoothing, precision = self.recipe
@@ -325,7 +326,7 @@ class Step:
             if (compiles and not pays) or (ahead and not self.layers):
                 continue
             kind = ("compiled, " if compiles else "") + "captured" + (", weights ahead" if ahead else "")
-            ways: list[Any] = [compiled_loss() if compiles else batch_loss]
+            loss, halved = compiled_loss() if compiles else batch_loss, None
             before = self._snapshot()
             try:
                 with self.stream(), compiling.ready(self.model) if compiles else nullcontext():
@@ -337,14 +338,14 @@ class Step:
                         rebuild = compiled_rebuild() if compiles and not every else rebuilt_weight
                         self.ahead = WeightsAhead(paths, self.precision, rebuild, trained)
                         if self.ahead.early:
-                            ways.append(compiled_halves() if compiles else (batch_outputs, loss_of))
+                            halved = compiled_halves() if compiles else (batch_outputs, loss_of)
                         self._take_notice()
                     for _ in range(WARM_UP_STEPS):
-                        self._take(size, *ways)
+                        self._take(size, loss, halved)
                         self.cursor.zero_()
                     # Gradients that do not exist yet are written, not added to, by the captured backward pass.
                     self.optimizer.zero_grad(set_to_none=True)
-                    self.graphs[size] = self._recorded(size, *ways)
+                    self.graphs[size] = self._recorded(size, loss, halved)
                 if whole:
                     self.kind, self.test_ahead = kind, self.ahead
                     tests = self.config.epochs * len(self.data.test_labels)
@@ -375,7 +376,7 @@ class Step:
                     log.warning("canonical layers trained by torch instead of kernels: %s", error)
         return self.kernels
 
-    def _recorded(self, size: int, *ways: Any) -> torch.cuda.CUDAGraph:
+    def _recorded(self, size: int, loss: Loss, halved: Halves | None) -> torch.cuda.CUDAGraph:
         """The step as a graph that shares no memory with those of other runs.
 
         Matrix products write partial sums to a workspace that belongs to their stream, and torch has 32 streams in all:
@@ -386,7 +387,7 @@ class Step:
         torch._C._cuda_clearCublasWorkspaces()
         try:
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                self._take(size, *ways)
+                self._take(size, loss, halved)
         finally:
             torch._C._cuda_clearCublasWorkspaces()
         return graph
