@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -139,3 +140,28 @@ def test_the_table_is_what_the_records_say() -> None:
 def test_the_readme_answers_the_claims_as_the_records_do() -> None:
     answers = re.findall(r"^\| ([^|]+\?) \| ([^|]+) \| [^|]+ \|$", README, re.M)
     assert answers == [(claim.question, claim.answer) for claim in claims(read_results(ROOT / "results"))]
+
+
+def test_the_readmes_speeds_are_those_of_the_benchmarks() -> None:
+    def record(name: str) -> dict[str, Any]:
+        return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+    def steps(name: str) -> list[float]:
+        found = [claim for claim in record(name)["claims"] if "step against a plain one" in claim["claim"]]
+        return [claim["measured"]["median"] for claim in found]
+
+    def inference(name: str, table: str, column: str) -> float:
+        (row,) = (row for row in record(name)["tables"][table] if row["dropped"] == "95 %")
+        return row[column]["median"]
+
+    cpu = [("inference_cpu", "batch 1, float32"), ("inference_cpu", "batch 128, float32")]
+    gpu = [("inference_cuda", f"batch {n}, bfloat16, captured") for n in (1024, 1)]
+    dense, peer = "times as fast as dense", "as tensorly-torch"
+    expected = [
+        *steps("training_step_cuda"),
+        *steps("training_step_cpu"),
+        *(inference(*where, dense) for where in cpu + gpu),
+        *(inference(*where, peer) for where in cpu + gpu[:1]),
+    ]
+    found = [float(number) for number in re.findall(r"^\|.*\| (\d+\.\d+)× \| `\w+\.py", README, re.M)]
+    assert found == pytest.approx(expected, abs=0.0051)
