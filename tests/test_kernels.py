@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import cpnorm
-from cpnorm.lab import ahead, steps
+from cpnorm.lab import ahead, passes, steps
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet
 from cpnorm.lab.rmsprop import FusedRMSprop
@@ -320,8 +320,8 @@ def test_a_run_by_kernels(
     monkeypatch.setattr(Step, "_recorded", lambda *arguments: Replayed(*arguments))  # noqa: PLW0108 (binds self)
     for name in ("COMPILE_FROM_STEPS", "COMPILE_AHEAD_FROM_STEPS"):  # where compiling pays, not every layer is rebuilt
         monkeypatch.setattr(steps, name, 0)
-    monkeypatch.setattr(steps, "compiled_loss", lambda: steps.batch_loss)
-    monkeypatch.setattr(steps, "compiled_halves", lambda: (steps.batch_outputs, steps.loss_of))
+    monkeypatch.setattr(steps, "compiled_loss", lambda: passes.batch_loss)
+    monkeypatch.setattr(steps, "compiled_halves", lambda: (passes.batch_outputs, passes.loss_of))
     pixels = torch.randint(0, 256, (20, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
     labels = torch.arange(20) % 10
     data = ImageSet("random", pixels, labels, pixels, labels, (120.0,) * 3, (60.0,) * 3, tuple("0123456789"))

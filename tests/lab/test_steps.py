@@ -15,8 +15,9 @@ from cpnorm.lab import ahead, steps
 from cpnorm.lab.ahead import WeightsAhead, halves, rebuilt_weight
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet
+from cpnorm.lab.passes import batch_loss, batch_outputs, loss_of
 from cpnorm.lab.readings import means
-from cpnorm.lab.steps import Step, batch_loss, batch_outputs, loss_of
+from cpnorm.lab.steps import Step
 from cpnorm.lab.train import Options, Trainer, drive
 
 STEPS = 60
