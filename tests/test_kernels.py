@@ -171,7 +171,9 @@ def test_steps_as_torch_takes_them(layers: list[Shape], optimizer: str, precisio
                     state = followed.state[new].get(key)
                     if key != "step":
                         error, size = (state - value).norm(), value.norm().clamp_min(1e-2)
-                        assert error < 2 * tolerance * (size + radial[index]), (index, place, key)
+                        if key == "momentum_buffer":  # a sum of gradients: as above
+                            size = size + radial[index]
+                        assert error < 2 * tolerance * size, (index, place, key)
                         state.copy_(value)
                     elif "adam" in optimizer:
                         assert state == value

@@ -65,8 +65,11 @@ def lighten_relus(model: nn.Module) -> bool:
     overwrite is the output of a linear layer, a convolution or a pooling: nobody else should see it, and no gradient
     needs it.
     """
-    places, lighter = _places(model), False
-    for sequence in _sequences(model):
+    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    lighter = False
+    for sequence in model.modules():
+        if not isinstance(sequence, nn.Sequential) or type(sequence).forward is not nn.Sequential.forward:
+            continue
         for i, (relu, pool) in enumerate(pairwise(list(sequence))):
             heard = has_hooks(relu) or has_hooks(pool)
             if type(relu) is nn.ReLU and type(pool) in MAX_POOLS and not pool.return_indices and not heard:
@@ -96,17 +99,6 @@ def slice_pools(model: nn.Module) -> bool:
                 setattr(parent, name, _largest_slice())
                 found = True
     return found
-
-
-def _places(model: nn.Module) -> Counter[int]:
-    """How often each module stands in the model, by its id."""
-    return Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-
-
-def _sequences(model: nn.Module) -> list[nn.Sequential]:
-    """Those that call their layers one after the other."""
-    found = [module for module in model.modules() if isinstance(module, nn.Sequential)]
-    return [sequence for sequence in found if type(sequence).forward is nn.Sequential.forward]
 
 
 def _halves(pool: nn.MaxPool2d) -> bool:
