@@ -112,6 +112,7 @@ def test_recorded_steps_lead_where_eager_ones_do(changes: dict[str, Any], images
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # the compiler's, where they are not wanted
 @pytest.mark.parametrize("changes", [{}, {"momentum": 0.5}])
 def test_last_layers_trained_beside_the_backward_pass(
     changes: dict[str, Any], images: ImageSet, monkeypatch: pytest.MonkeyPatch
