@@ -13,7 +13,8 @@ the same with channels last and light ReLUs, which factorize does too: what that
 cores: on a busy machine two of them may share one otherwise. And glibc is best told to keep freed memory: otherwise
 every large activation is taken from the system anew, page by page, which costs all competitors the same milliseconds
 and so the small networks the larger share. On a GPU all are timed twice, with forms chosen for each: eager, and
-captured as graphs, where starting a kernel costs next to nothing; at 95 % also compiled and captured.
+captured as graphs, where starting a kernel costs next to nothing; at 95 % also compiled and captured. There "factorize"
+may use cpnorm's kernels (``kernels=True``); "plain forms" is what it picks without, which runs without cpnorm.
 
     export OMP_PROC_BIND=true MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296
     python benchmarks/inference.py [--rates 0 50 95]        # or make bench, which sets these
@@ -61,12 +62,18 @@ def measure(batch: int, rate: int, args: argparse.Namespace, left_out: dict[str,
         compiled = way == "compiled"
         if not compiled:  # which takes the forms of captured networks
             start = time.perf_counter()
-            choice = choose_forms(canonical, x, captured=way == "captured")
+            plain = choice = choose_forms(canonical, x, captured=way == "captured")
+            if args.device == "cuda":
+                choice = plain.with_kernels(canonical, x, captured=way == "captured")
             print(f"\nbatch {batch}, {rate} %, {way}: forms chosen in {time.perf_counter() - start:.1f} s\n{choice}")
         networks = {"dense": dense, "dense, tuned": tuned, "factorize": choice.apply(canonical)}
+        if args.device == "cuda":
+            networks["plain forms"] = plain.apply(canonical)
         if compiled:  # tensorly-torch's layers cannot be: the compiler stumbles over their strides
             torch._dynamo.reset()
-            networks = {name: torch.compile(network, dynamic=False) for name, network in networks.items()}
+            for name, network in networks.items():
+                if name != "factorize" or choice.stages_to is None:  # kernels are compiled already
+                    networks[name] = torch.compile(network, dynamic=False)
         if not compiled or rate == 95:  # compiling takes its time
             rows[way] = compare(networks | ({} if compiled else others), x, f"{rate} %", choice, way, args)
     return rows

@@ -21,12 +21,15 @@ from cpnorm.forms import ALIGNED, FormCost, chain, form_cost, forms_of
 from cpnorm.layers import CPLayer
 from cpnorm.plain import has_layouts, lighten_relus, plain_copy, slice_pools, with_layout
 from cpnorm.race import race
+from cpnorm.staged import STAGE, put_closings, put_stages
+from cpnorm.stages import HAS_TRITON, WIDEST, within_reach
 
 Goal = Literal["time", "weights"]
 Way = tuple[bool, bool]  # in which layers were timed: channels last, captured as graphs
 
 GAIN = 0.95  # a chain must take less than this share of the dense layer's time: anything closer is noise
 ROUNDING = 0.05  # of the largest output: a network may run in bfloat16 inside, and a wrong way is farther off
+STAGED = (0, 64, 128, WIDEST)  # terms up to which layers are tried as stages; 0: none, only what is behind them
 HOPELESS = 2.0  # a chain modelled at more than this multiple of the cheapest is not timed
 
 
@@ -37,11 +40,13 @@ def factorize(
     measure: bool = True,
     goal: Goal = "time",
     captured: bool = False,
+    kernels: bool = False,
     forms: Mapping[str, str] | None = None,
 ) -> nn.Module:
     """A copy of the model in plain layers, each canonical one in its fastest form; the model itself is left alone.
 
     The arguments are those of ``choose_forms``, which says what was chosen and why; its ``apply`` is the second half.
+    With ``kernels``, for models on a GPU, comes ``with_kernels`` between the two: the result needs cpnorm to run.
 
     >>> from cpnorm import canonical_norm
     >>> model = canonical_norm(nn.Sequential(nn.Linear(512, 512), nn.ReLU()), rank=8)
@@ -51,7 +56,11 @@ def factorize(
       (out): Linear(in_features=8, out_features=512, bias=True)
     )
     """
+    if kernels and (forms or goal != "time" or not measure):
+        raise ValueError("kernels go by the clock alone: not with forms, another goal or measure=False")
     choice = choose_forms(model, example_input, measure=measure, goal=goal, captured=captured, forms=forms)
+    if kernels:
+        choice = choice.with_kernels(model, example_input, captured=captured)
     return choice.apply(model)
 
 
@@ -78,13 +87,62 @@ class Factorization:
     light_relus: bool  # behind a pooling, in place: where the model's outputs stay the same
     seconds: dict[str, float]  # of the whole model, "dense" and "chosen"; empty if nothing was measured
     sliced_pools: bool = False
+    stages_to: int | None = None  # terms up to which layers are stages of cpnorm's kernels; None: nothing is
 
     def apply(self, model: nn.Module) -> nn.Module:
         """A plain copy of the model with its canonical layers in the chosen forms."""
+        return self._copy_of(model)[0]
+
+    def with_kernels(self, model: nn.Module, example_input: Inputs, *, captured: bool = False) -> Factorization:
+        """This choice, or a faster one with GPU kernels of cpnorm's own.
+
+        Layers of few terms become stages, between which only terms are in memory, never all the channels; behind other
+        layers bias, ReLU and pooling become one. All of that is where layers stand in a Sequential. The result needs
+        cpnorm and triton to be so fast, and has no gradients for the weights of stages.
+
+        Args:
+            model: that the choice is for.
+            example_input: as for ``choose_forms``; kernels are compiled for its size and timed.
+            captured: the model is to run as a CUDA graph. Starting these kernels takes longer than starting torch's.
+        """
+        dense = fold(copy.deepcopy(model)).eval()
+        device = next(dense.parameters()).device
+        if not within_reach(device):
+            raise ValueError(f"kernels are for models on a GPU, got one on {device}")
+        if not HAS_TRITON:
+            raise ImportError("kernels need triton, which torch brings along for GPUs on Linux")
+        if _called_by_hand(copy.deepcopy(dense), example_input):
+            return self
+        calls = calls_of(model, copy.deepcopy(dense), example_input)
+        in_one_piece = {name: replace(layer, form="dense") for name, layer in self.layers.items()}
+        layout = _runs_channels_last(dense, example_input)
+        found: dict[Hashable, Factorization] = {}
+        runs: dict[Hashable, Callable[[], object]] = {"dense": partial(run, dense, example_input)}
+        found[()], runs[()] = self, partial(run, self.apply(model).eval(), example_input)
+        for layers, limit in product((self.layers, in_one_piece), STAGED):
+            choice = replace(self, layers=layers, channels_last=layout, sliced_pools=False, stages_to=limit)
+            twin, stages = choice._copy_of(model)
+            chosen = {name: _as_stage(model, name, layers[name], stages.get(name), calls) for name in layers}
+            key = tuple(layer.form for layer in chosen.values())
+            if key not in found and _computes_as(twin.eval(), dense, example_input):
+                found[key], runs[key] = replace(choice, layers=chosen), partial(run, twin, example_input)
+        seconds = race(runs, device, captured=captured)
+        best = min(found, key=lambda key: seconds[key])
+        return replace(found[best], seconds={"dense": seconds["dense"], "chosen": seconds[best]})
+
+    def _copy_of(self, model: nn.Module) -> tuple[nn.Module, dict[str, str]]:
+        """The model as chosen, and which of its layers are stages, by what they are called."""
         if list(canonical_layers(model)) != list(self.layers):
             raise ValueError(f"this choice is for a model with the canonical layers {', '.join(self.layers)}")
         forms = {name: layer.form for name, layer in self.layers.items()}
-        return plain_copy(model, forms, self.channels_last, self.light_relus, self.sliced_pools)
+        looks = self.channels_last, self.light_relus, self.sliced_pools
+        if self.stages_to is None:
+            return plain_copy(model, forms, *looks), {}
+        staged = copy.deepcopy(model)
+        stages = put_stages(staged, self.stages_to)
+        plain = plain_copy(staged, forms, *looks)
+        put_closings(plain)
+        return plain, stages
 
     def total(self, which: Literal["dense", "chosen"]) -> FormCost:
         """Of all canonical layers together."""
@@ -102,13 +160,15 @@ class Factorization:
 
         lines = [f"{'layer':<{width}}  {'form':<17}  {'rank':>5}  {'weights':>24}  {'MFLOP':>22}  {'ms':>22}  reason"]
         for name, layer in self.layers.items():
-            seconds = [layer.seconds[form] for form in ("dense", layer.form) if form in layer.seconds]
+            timed = ("dense", layer.form) if layer.form in layer.seconds else ()
+            seconds = [layer.seconds[form] for form in timed]
             costs = layer.costs["dense"], layer.costs[layer.form]
             lines.append(f"{row(name, layer.form, layer.rank, *costs, seconds)}  {layer.reason}")
         layout = "channels last" if self.channels_last else "contiguous"
         totals = self.total("dense"), self.total("chosen")
         last = row("all", layout, "", *totals, list(self.seconds.values()))
         besides = ["light ReLUs"] * self.light_relus + ["sliced pools"] * self.sliced_pools
+        besides += ["cpnorm's kernels"] * (self.stages_to is not None)
         return "\n".join([*lines, f"{last}  {', '.join(besides)}".rstrip()])
 
 
@@ -353,3 +413,17 @@ def _race_models(
     kind, layout, as_graph, sliced = best = min(runs, key=lambda key: seconds[key])
     spent = {"dense": seconds[nothing], "chosen": seconds[best]}
     return Factorization(options[kind, layout, as_graph], layout, light_relus, spent, sliced)
+
+
+def _as_stage(
+    model: nn.Module, name: str, pick: LayerForm, form: str | None, calls: Mapping[str, list[Call]]
+) -> LayerForm:
+    """The pick, unless the layer is a stage: then what that costs."""
+    if form is None:
+        return pick
+    cost, layer = pick.costs["dense"], canonical_layers(model)[name]
+    if form == STAGE:
+        plain = chain(layer, forms_of(layer)[0], empty=True)  # the same arithmetic
+        cost = form_cost(plain, [call.shape for call in calls[name]], "cuda" if layer.lambdas.is_cuda else "cpu")
+    seconds = {name: value for name, value in pick.seconds.items() if name != form}  # it was not timed by itself
+    return replace(pick, form=form, reason="in line with others", costs=pick.costs | {form: cost}, seconds=seconds)

@@ -95,13 +95,14 @@ def slice_pools(model: nn.Module) -> bool:
     found = False
     for parent in list(model.modules()):
         for name, pool in parent.named_children():
-            if type(pool) is nn.MaxPool2d and _halves(pool) and not has_hooks(pool):
+            if type(pool) is nn.MaxPool2d and halves_maps(pool) and not has_hooks(pool):
                 setattr(parent, name, _largest_slice())
                 found = True
     return found
 
 
-def _halves(pool: nn.MaxPool2d) -> bool:
+def halves_maps(pool: nn.MaxPool2d) -> bool:
+    """Whether it takes the largest of each 2x2 window, and nothing else."""
     plain = not (pool.ceil_mode or pool.return_indices)
     expected = {"kernel_size": 2, "stride": 2, "padding": 0, "dilation": 1}
     return plain and all(getattr(pool, name) in (n, (n, n)) for name, n in expected.items())

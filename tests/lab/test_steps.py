@@ -46,7 +46,7 @@ def images() -> ImageSet:
 
 
 def mean_losses(
-    config: Config, data: ImageSet, count: int, *, compile: bool = True, random: int | None = None
+    config: Config, data: ImageSet, count: int, *, compile: bool = True, random: int | None = None, steps: int = STEPS
 ) -> tuple[list[float], str]:
     """Of so many runs with the same settings that take turns, and how they took their steps.
 
@@ -59,7 +59,7 @@ def mean_losses(
             run.step.begin_epoch(0)
         if random is not None:
             run.step.random.manual_seed(random)
-    for batch in range(STEPS):
+    for batch in range(steps):
         for run in runs:
             with run.step.stream():
                 run.step(batch)
@@ -131,9 +131,11 @@ def test_last_layers_trained_beside_the_backward_pass(
 
 @pytest.mark.gpu
 def test_a_compiled_fine_tuning_is_the_eager_one(images: ImageSet) -> None:
-    config = LOW_RANK.replace(epochs=100, precision="tf32")  # long enough to be compiled, and not for its ranks alone
-    (eager,), _ = mean_losses(config, images, 1, compile=False)
-    (recorded,), kind = mean_losses(config, images, 1)
+    # Long enough to be compiled, and not for its ranks alone. After 60 steps, eager runs from weights that differ by one
+    # in 10,000 scatter by 3 % (five of them: 1.53 to 1.65); in the first 24, single losses by 1 %.
+    config = LOW_RANK.replace(epochs=100, precision="tf32")
+    (eager,), _ = mean_losses(config, images, 1, compile=False, steps=24)
+    (recorded,), kind = mean_losses(config, images, 1, steps=24)
     assert kind == "compiled, captured, weights ahead"
     assert recorded == pytest.approx(eager, rel=0.02)
 

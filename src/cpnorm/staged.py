@@ -1,0 +1,176 @@
+"""Models with stages in the place of canonical layers and of what is behind them, where layers stand in line."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+from torch import Tensor, nn
+
+from cpnorm.calls import has_hooks
+from cpnorm.layers import CPConv2d, CPLayer, CPLinear
+from cpnorm.plain import DROPOUTS, halves_maps
+from cpnorm.stages import Closing, Stage, opening_of, stage_of, takes
+
+STAGE, PATCHES = "stage", "patches"
+
+
+class Place(NamedTuple):
+    """Of a layer in a Sequential."""
+
+    sequence: nn.Sequential
+    name: str
+
+    @property
+    def layer(self) -> nn.Module:
+        """That stands there."""
+        return self.sequence.get_submodule(self.name)
+
+    def put(self, layer: nn.Module) -> None:
+        """Another one there."""
+        self.sequence.register_module(self.name, layer.train(self.sequence.training))
+
+    def clear(self) -> None:
+        """Nothing stands there any more."""
+        del self.sequence._modules[self.name]
+
+
+class Behind(NamedTuple):
+    """What follows a layer: whether a ReLU and a pooling, and how many places they take."""
+
+    relu: bool
+    pool: bool
+    places: int
+
+
+def put_stages(model: nn.Module, widest: int) -> dict[str, str]:
+    """Let canonical layers of at most so many terms be stages, with what is behind them; their forms by name.
+
+    A first layer of few input channels runs on patches of the image, whatever its number of terms, but not for 0.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    tied = Counter(id(module.lambdas) for module in model.modules() if isinstance(module, CPLayer))
+    staged: dict[str, str] = {}
+
+    def fits(layer: nn.Module | None, *, patches: bool = False) -> bool:
+        if not isinstance(layer, CPLayer) or has_hooks(layer):
+            return False
+        alone = places[id(layer)] == 1 and tied[id(layer.lambdas)] == 1
+        return alone and takes(layer, patches=patches) and (patches or layer.rank <= widest)
+
+    for line in lines_of(model):
+        first = 0
+        while first < len(line):
+            layer, end = line[first].layer, first
+            patches = widest > 0 and fits(layer, patches=True)
+            pieces: list[nn.Module] = [] if patches or not fits(layer) else [opening_of(cast(CPLayer, layer))]
+            while patches or pieces:
+                staged[names[id(layer)]] = PATCHES if patches else STAGE
+                conv = isinstance(layer, CPConv2d)
+                behind = behind_of(line, end + 1, maps=conv)
+                end += 1 + behind.places
+                then = line[end].layer if end < len(line) else None
+                goes_on = fits(then) and conv == isinstance(then, CPConv2d)
+                following = cast(CPLayer, then) if goes_on else None
+                pieces.append(_stage(layer, behind, following, patches))
+                patches = False
+                if not goes_on:
+                    flattened = _linear_behind(line, end) if conv else None
+                    if flattened is None or not fits(then := line[flattened].layer):
+                        break
+                    pieces.append(opening_of(cast(CPLayer, then), cast(CPConv2d, layer).out_channels))
+                    end = flattened
+                layer = cast(CPLayer, then)
+            if pieces:
+                line[first].put(nn.Sequential(*pieces))
+                for place in line[first + 1 : end]:
+                    place.clear()
+            first = max(end, first + 1)
+    return staged
+
+
+def _stage(layer: nn.Module, behind: Behind, following: CPLayer | None, patches: bool) -> Stage:
+    asked = {"relu": behind.relu, "pool": behind.pool, "patches": patches}
+    return stage_of(cast(CPLayer, layer), following=following, **asked)
+
+
+def put_closings(model: nn.Module) -> bool:
+    """Let bias, ReLU and pooling behind convolutions, and ReLU and pooling behind others, be one; False if none are."""
+    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    found = False
+    for line in lines_of(model):
+        at = 0
+        while at < len(line):
+            layer, behind = line[at].layer, behind_of(line, at + 1)
+            conv = type(layer) is nn.Conv2d and places[id(layer)] == 1 and not has_hooks(layer)
+            bias = cast(Tensor | None, layer.bias) if conv else None
+            if behind.pool or (behind.relu and bias is not None):
+                if conv:
+                    layer.register_parameter("bias", None)
+                line[at + 1].put(Closing(bias, relu=behind.relu, pool=behind.pool))
+                for place in line[at + 2 : at + 1 + behind.places]:
+                    place.clear()
+                found = True
+            at += 1 + behind.places
+    return found
+
+
+# --- lines --------------------------------------------------------------------------------------------------------
+
+
+def lines_of(model: nn.Module) -> list[list[Place]]:
+    """Places whose layers are called one after the other, a Sequential inside of another as part of it."""
+    lines: list[list[Place]] = []
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, line: list[Place] | None) -> None:
+        if id(module) in seen:  # in another line already
+            return
+        seen.add(id(module))
+        in_line = _is_line(module)
+        if in_line and line is None:
+            lines.append(line := [])
+        for name, child in module._modules.items():
+            if child is None:
+                continue
+            if in_line and line is not None and not (_is_line(child) and id(child) not in seen):
+                line.append(Place(module, name))  # type: ignore[arg-type]
+            walk(child, line if in_line and _is_line(child) else None)
+
+    walk(model, None)
+    return lines
+
+
+def behind_of(line: Sequence[Place], start: int, *, maps: bool = True) -> Behind:
+    """ReLUs and at most one pooling of maps from this place on, in any order, for they commute; and what is idle."""
+    relu = pool = False
+    for count, place in enumerate(line[start:]):
+        layer = place.layer
+        if type(layer) is nn.ReLU and not has_hooks(layer):
+            relu = True
+        elif maps and not pool and type(layer) is nn.MaxPool2d and halves_maps(layer) and not has_hooks(layer):
+            pool = True
+        elif not _is_idle(layer):
+            return Behind(relu, pool, count)
+    return Behind(relu, pool, len(line) - start)
+
+
+def _linear_behind(line: Sequence[Place], start: int) -> int | None:
+    """Where the linear layer stands that takes these maps flattened."""
+    if start == len(line) or not isinstance(flatten := line[start].layer, nn.Flatten) or has_hooks(flatten):
+        return None
+    if (flatten.start_dim, flatten.end_dim) != (1, -1):
+        return None
+    end = next((i for i in range(start + 1, len(line)) if not _is_idle(line[i].layer)), None)
+    return end if end is not None and isinstance(line[end].layer, CPLinear) else None
+
+
+def _is_line(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not has_hooks(module)
+
+
+def _is_idle(layer: nn.Module) -> bool:
+    idle = type(layer) is nn.Identity or (type(layer) in DROPOUTS and not layer.training)
+    return idle and not has_hooks(layer)
