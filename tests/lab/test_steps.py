@@ -131,8 +131,8 @@ def test_last_layers_trained_beside_the_backward_pass(
 
 @pytest.mark.gpu
 def test_a_compiled_fine_tuning_is_the_eager_one(images: ImageSet) -> None:
-    # Long enough to be compiled, and not for its ranks alone. After 60 steps, eager runs from weights that differ by one
-    # in 10,000 scatter by 3 % (five of them: 1.53 to 1.65); in the first 24, single losses by 1 %.
+    # Long enough to be compiled, and not for its ranks alone. Over 60 steps, eager runs from weights that differ by one
+    # in 10,000 scatter by 3 % (five of them: 1.53 to 1.65); over the first 24, single losses by 1 %.
     config = LOW_RANK.replace(epochs=100, precision="tf32")
     (eager,), _ = mean_losses(config, images, 1, compile=False, steps=24)
     (recorded,), kind = mean_losses(config, images, 1, steps=24)
