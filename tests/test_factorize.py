@@ -471,6 +471,24 @@ def test_wrong_calls() -> None:
     assert len(canonical_layers(model)) == 4
 
 
+def test_kernels_are_for_gpus_and_go_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    choice = choose_forms(model, image(), measure=False)
+    for asked in ({"measure": False}, {"goal": "weights"}, {"forms": {"3": "split"}}):
+        with pytest.raises(ValueError, match="kernels go by the clock alone"):
+            factorize(model, image(), kernels=True, **asked)
+    with pytest.raises(ValueError, match="kernels are for models on a GPU, got one on cpu"):
+        choice.with_kernels(model, image())
+    with pytest.raises(ValueError, match="kernels are for models on a GPU, got one on cpu"):
+        factorize(model, image(), kernels=True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(sys.modules["cpnorm.factorize"], "HAS_TRITON", False)
+    with pytest.raises(ImportError, match="kernels need triton"):
+        choice.with_kernels(model, image())
+    assert len(canonical_layers(model)) == 4
+
+
 # --- the race -----------------------------------------------------------------------------------------------------
 
 

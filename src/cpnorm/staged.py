@@ -123,7 +123,8 @@ def put_closings(model: nn.Module) -> bool:
 def lines_of(model: nn.Module) -> list[list[Place]]:
     """Places whose layers are called one after the other, a Sequential inside of another as part of it."""
     lines: list[list[Place]] = []
-    seen: set[int] = set()
+    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    seen = {module for module, count in places.items() if count > 1}  # what stands in several places is in no line
 
     def walk(module: nn.Module, line: list[Place] | None) -> None:
         if id(module) in seen:  # in another line already
