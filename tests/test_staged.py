@@ -266,6 +266,14 @@ def test_linear_layers_go_with_relus_but_not_with_poolings() -> None:
     assert twin.get_submodule("2")[1].relu
 
 
+def test_linear_layers_of_the_columns_of_maps() -> None:
+    """They stand in line with convolutions, and have as many inputs as there are channels, but not those."""
+    model = line(conv(3, 11, 3), nn.ReLU(), linear(11, 11), nn.ReLU(), conv(11, 4, 3, rank=9), nn.ReLU())
+    twin, forms = staged(model, image())
+    assert forms == {"0": PATCHES, "2": STAGE, "4": STAGE}
+    assert kinds(twin) == ["Stage", "Opening", "Stage", "Opening", "Stage"]
+
+
 def test_finer_modes_behind_a_flatten() -> None:
     plain = line(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(150, 12), nn.ReLU())
     model = canonical_norm(plain, {"0": 9, "4": 20}, "kaiming_normal", modes={"4": (3, 4, 6, 5, 5)})
