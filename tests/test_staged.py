@@ -736,6 +736,57 @@ def test_kernels_take_part_only_where_they_may(monkeypatch: pytest.MonkeyPatch) 
         runners.clear()
 
 
+def test_a_choice_with_kernels_and_what_became_of_the_model_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_network()
+    raced("torch", monkeypatch, wins=CANDIDATES[128])
+    choice = choose_forms(model, image(), measure=False).with_kernels(model, image())
+    with pytest.raises(ValueError, match="has kernels already"):
+        choice.with_kernels(model, image())
+    model[3].register_forward_hook(lambda *_: None)
+    small = choice.apply(model)  # the layer with a hook is dense, then
+    assert [type(module) for module in small.modules()].count(Stage) == 2
+    assert type(small.get_submodule("3")) is nn.Conv2d
+    with torch.no_grad():
+        close(small(image()), model(image()), 1e-4)
+
+
+def test_what_has_nothing_for_kernels_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = line(linear(400, 300, rank=280))
+    runners = raced("torch", monkeypatch, wins=())
+    choice = choose_forms(model, torch.randn(2, 400), measure=False)
+    assert choice.with_kernels(model, torch.randn(2, 400)).stages_to is None
+    assert runners == ["dense", ()]
+
+
+def test_dense_layers_among_kernels_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_network()
+    raced("torch", monkeypatch, wins=CANDIDATES[64])
+    choice = choose_forms(model, image(), measure=False, forms={"3": "depthwise"}).with_kernels(model, image())
+    assert choice.layers["3"].form == "dense"
+    assert choice.layers["3"].reason == "dense, with kernels around it"
+
+
+def test_layers_of_others_and_maps_that_do_not_fit_are_left_alone() -> None:
+    class Doubled(CPConv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    class Backwards(nn.Flatten):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).flip(1)
+
+    other = canonical(Doubled(3, 8, 3, rank=4, init="kaiming_normal"))
+    model = line(other, nn.ReLU(), conv(8, 6, 3)).double()
+    twin = copy.deepcopy(model)
+    assert put_stages(twin, ALL) == {"2": STAGE}
+    close(twin(image().double()), model(image().double()), 1e-10)
+    _, forms = staged(line(conv(3, 4, 3), Backwards(), linear(440, 10)), image())
+    assert forms == {"0": PATCHES, "2": STAGE}
+    one = conv(3, 4, 3)
+    model = line(one, nn.Flatten(), linear(11, 10))  # of one image (3, 4, 13), whose rows are flattened
+    assert put_stages(copy.deepcopy(model), ALL) == {"0": PATCHES, "2": STAGE}
+
+
 def test_the_choice_is_for_models_in_training_too(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_network().train()
     raced("torch", monkeypatch, wins=CANDIDATES[128])

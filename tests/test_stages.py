@@ -277,6 +277,10 @@ def test_nothing_in_nothing_out_and_too_little_is_said(way: str) -> None:
     if way == "kernel":
         with pytest.raises(ValueError, match="as large as the kernel"):
             stage(torch.zeros(1, 2, 2, 16, device=device(way)))
+        with pytest.raises(ValueError, match="as large as the kernel"):  # nothing would be left to pool
+            stage(torch.zeros(1, 3, 3, 16, device=device(way)))
+        with pytest.raises(ValueError, match="2 x 2 and more"):
+            Closing(None, relu=False, pool=True)(torch.zeros(1, 3, 1, 4, device=device(way)))
         with pytest.raises(ValueError, match="weights of 16 terms"):
             stage(torch.zeros(1, 6, 6, 8, device=device(way)))
 
@@ -504,6 +508,107 @@ def test_a_closing_copies_its_bias() -> None:
         bias.zero_()
     assert (closing(torch.zeros(1, 4, 2, 2)) == 1).all()
     assert not closing.bias.requires_grad
+
+
+# --- for the compiler ---------------------------------------------------------------------------------------------
+
+
+def in_line(way: str, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """All kinds of stages and a closing."""
+    first, second, third = conv(3, 20, 3, rank=4, padding=1), conv(20, 12, 3, rank=5), linear(48, 7, rank=3)
+    stages = nn.Sequential(
+        Closing(torch.ones(3), relu=True, pool=False),
+        stage_of(first, relu=True, pool=True, following=second, patches=True),
+        stage_of(second, relu=True),
+        opening_of(third, 12),
+        stage_of(third),
+    )
+    return stages.to(device(way), dtype).eval()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_compiled_as_a_whole(way: str) -> None:
+    stages, x = in_line(way), torch.randn(2, 3, 8, 8, device=device(way))
+    with torch.no_grad():
+        compiled = torch.compile(stages, fullgraph=True, backend="aot_eager")(x)
+        torch.testing.assert_close(compiled, stages(x), rtol=1e-5, atol=1e-6)
+        program = torch.export.export(stages, (x,)).module()
+        torch.testing.assert_close(program(x), stages(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_the_compiler_knows_what_comes_out(way: str) -> None:
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(2, 5, 6, 4, device=device(way)).contiguous(memory_format=layout)
+        torch.library.opcheck(torch.ops.cpnorm.closing.default, (x, torch.randn(5, device=device(way)), True, True))
+    stage = stage_of(conv(5, 9, 3, rank=4, padding=1), following=conv(9, 3, 1, rank=2)).to(device(way))
+    weights = stage.taps, stage.out, stage.bias, stage.into
+    for blocks in ([], [16, 16, 16, 4, 2]):
+        x = torch.randn(2, 6, 4, 16, device=device(way))
+        arguments = (x, *weights, [3, 3, 1, 1, 1, 1, 1, 1], True, True, False, blocks)
+        torch.library.opcheck(torch.ops.cpnorm.stage.default, arguments)
+
+
+@pytest.mark.gpu
+def test_compiled_on_a_gpu() -> None:
+    stages, x = in_line("kernel", torch.bfloat16), torch.randn(64, 3, 8, 8, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        wanted = stages(x)
+        for mode in ("default", "reduce-overhead"):
+            compiled = torch.compile(stages, fullgraph=True, mode=mode)
+            for _ in range(3):
+                y = compiled(x).clone()
+            torch.testing.assert_close(y, wanted, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(stages(x), wanted, rtol=0, atol=0)  # and it is none the worse for it
+
+
+# --- in the interpreter only --------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not (INTERPRETED and HAS_TRITON), reason="needs triton's interpreter: make test-kernels")
+@pytest.mark.parametrize("batch", [1, 5])
+def test_kernels_stay_within_their_tensors(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every address that is read or written lies in a tensor that the kernel was given."""
+    import numpy as np
+    from triton.runtime import interpreter
+
+    ranges: list[tuple[int, int]] = []
+    begin, builder = interpreter.GridExecutor._init_args_hst, interpreter.InterpreterBuilder
+    read, write = builder.create_masked_load, builder.create_masked_store
+    seen = 0
+
+    def beginning(self: Any, arguments: Any, named: Any) -> Any:
+        given_to = begin(self, arguments, named)
+        ranges.clear()
+        for x in (*given_to[0], *given_to[1].values()):
+            if isinstance(x, Tensor):
+                last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+                ranges.append((x.data_ptr(), x.data_ptr() + last * x.element_size()))
+        return given_to
+
+    def check(places: Any, mask: Any) -> None:
+        nonlocal seen
+        at = places.data[mask.data.astype(bool)].astype(np.int64)
+        seen += at.size
+        assert np.logical_or.reduce([(at >= first) & (at <= last) for first, last in ranges]).all()
+
+    def reading(self: Any, places: Any, mask: Any, *rest: Any) -> Any:
+        check(places, mask)
+        return read(self, places, mask, *rest)
+
+    def writing(self: Any, places: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        check(places, mask)
+        return write(self, places, value, mask, *rest)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", beginning)
+    monkeypatch.setattr(builder, "create_masked_load", reading)
+    monkeypatch.setattr(builder, "create_masked_store", writing)
+    in_line("kernel")(torch.randn(batch, 3, 8, 8))
+    for pool in (False, True):
+        stage = stage_of(conv(7, 70, 3, rank=18, padding=1, stride=2), relu=True, pool=pool)
+        stage(torch.randn(batch, 9, 11, 32))
+        Closing(torch.randn(130), relu=True, pool=pool)(torch.randn(batch, 130, 5, 3))
+    assert seen > 10_000
 
 
 # --- on a GPU only ------------------------------------------------------------------------------------------------

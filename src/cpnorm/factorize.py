@@ -21,7 +21,7 @@ from cpnorm.forms import ALIGNED, FormCost, chain, form_cost, forms_of
 from cpnorm.layers import CPLayer
 from cpnorm.plain import has_layouts, lighten_relus, plain_copy, slice_pools, with_layout
 from cpnorm.race import race
-from cpnorm.staged import STAGE, put_closings, put_stages
+from cpnorm.staged import PATCHES, STAGE, put_closings, put_stages
 from cpnorm.stages import HAS_TRITON, WIDEST, within_reach
 
 Goal = Literal["time", "weights"]
@@ -105,6 +105,8 @@ class Factorization:
             example_input: as for ``choose_forms``; kernels are compiled for its size and timed.
             captured: the model is to run as a CUDA graph. Starting these kernels takes longer than starting torch's.
         """
+        if self.stages_to is not None:
+            raise ValueError("this choice has kernels already")
         dense = fold(copy.deepcopy(model)).eval()
         device = next(dense.parameters()).device
         if not within_reach(device):
@@ -114,35 +116,41 @@ class Factorization:
         if _called_by_hand(copy.deepcopy(dense), example_input):
             return self
         calls = calls_of(model, copy.deepcopy(dense), example_input)
-        in_one_piece = {name: replace(layer, form="dense") for name, layer in self.layers.items()}
+        reason = "dense, with kernels around it"
+        in_one_piece = {
+            name: layer if layer.form == "dense" else replace(layer, form="dense", reason=reason)
+            for name, layer in self.layers.items()
+        }
         layout = _runs_channels_last(dense, example_input)
         found: dict[Hashable, Factorization] = {}
         runs: dict[Hashable, Callable[[], object]] = {"dense": partial(run, dense, example_input)}
         found[()], runs[()] = self, partial(run, self.apply(model).eval(), example_input)
         for layers, limit in product((self.layers, in_one_piece), STAGED):
             choice = replace(self, layers=layers, channels_last=layout, sliced_pools=False, stages_to=limit)
-            twin, stages = choice._copy_of(model)
+            twin, stages, changed = choice._copy_of(model)
             chosen = {name: _as_stage(model, name, layers[name], stages.get(name), calls) for name in layers}
             key = tuple(layer.form for layer in chosen.values())
-            if key not in found and _computes_as(twin.eval(), dense, example_input):
+            if changed and key not in found and _computes_as(twin.eval(), dense, example_input):
                 found[key], runs[key] = replace(choice, layers=chosen), partial(run, twin, example_input)
         seconds = race(runs, device, captured=captured)
         best = min(found, key=lambda key: seconds[key])
         return replace(found[best], seconds={"dense": seconds["dense"], "chosen": seconds[best]})
 
-    def _copy_of(self, model: nn.Module) -> tuple[nn.Module, dict[str, str]]:
-        """The model as chosen, and which of its layers are stages, by what they are called."""
+    def _copy_of(self, model: nn.Module) -> tuple[nn.Module, dict[str, str], bool]:
+        """The model as chosen, which of its layers are stages, by what they are called, and if it has any kernels."""
         if list(canonical_layers(model)) != list(self.layers):
             raise ValueError(f"this choice is for a model with the canonical layers {', '.join(self.layers)}")
         forms = {name: layer.form for name, layer in self.layers.items()}
         looks = self.channels_last, self.light_relus, self.sliced_pools
         if self.stages_to is None:
-            return plain_copy(model, forms, *looks), {}
+            return plain_copy(model, forms, *looks), {}, False
         staged = copy.deepcopy(model)
         stages = put_stages(staged, self.stages_to)
+        # Layers may have got hooks or other ranks since: those that cannot be stages any more are dense.
+        forms = {name: "dense" if form in (STAGE, PATCHES) else form for name, form in forms.items()}
         plain = plain_copy(staged, forms, *looks)
-        put_closings(plain)
-        return plain, stages
+        closed = put_closings(plain)
+        return plain, stages, closed or bool(stages)
 
     def total(self, which: Literal["dense", "chosen"]) -> FormCost:
         """Of all canonical layers together."""

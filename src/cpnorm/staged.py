@@ -80,7 +80,10 @@ def put_stages(model: nn.Module, widest: int) -> dict[str, str]:
                     flattened = _linear_behind(line, end) if conv else None
                     if flattened is None or not fits(then := line[flattened].layer):
                         break
-                    pieces.append(opening_of(cast(CPLayer, then), cast(CPConv2d, layer).out_channels))
+                    channels = cast(CPConv2d, layer).out_channels
+                    if cast(CPLinear, then).in_features % channels:  # then it was not these maps that were flattened
+                        break
+                    pieces.append(opening_of(cast(CPLayer, then), channels))
                     end = flattened
                 layer = cast(CPLayer, then)
             if pieces:
@@ -160,9 +163,8 @@ def behind_of(line: Sequence[Place], start: int, *, maps: bool = True) -> Behind
 
 def _linear_behind(line: Sequence[Place], start: int) -> int | None:
     """Where the linear layer stands that takes these maps flattened."""
-    if start == len(line) or not isinstance(flatten := line[start].layer, nn.Flatten) or has_hooks(flatten):
-        return None
-    if (flatten.start_dim, flatten.end_dim) != (1, -1):
+    flatten = line[start].layer if start < len(line) else None
+    if type(flatten) is not nn.Flatten or has_hooks(flatten) or (flatten.start_dim, flatten.end_dim) != (1, -1):
         return None
     end = next((i for i in range(start + 1, len(line)) if not _is_idle(line[i].layer)), None)
     return end if end is not None and isinstance(line[end].layer, CPLinear) else None

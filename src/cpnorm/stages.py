@@ -117,67 +117,11 @@ class Stage(nn.Module):
         return x.contiguous() if self.into is None else x @ self.into
 
     def _by_kernel(self, x: Tensor) -> Tensor:
-        from cpnorm.stage_kernels import stage
-
-        images, (height, width) = x.shape[0], self._size(x)
-        (width_in, channels), following = self.out.shape, 0 if self.into is None else self.into.shape[1]
-        terms = x.shape[1] * math.prod(self.kernel) if self.patches else x.shape[-1]
-        if (_aligned(terms) if self.patches else terms) != width_in:  # the kernel would read what is not there
-            raise ValueError(f"expected an input for weights of {width_in} terms, got one of shape {tuple(x.shape)}")
-        y = x.new_empty(images, height, width, following or channels)
-        count = images * height * width
-        if y.numel() == 0:
-            return y
-        term_block, following_block = _power_of_2(width_in), _power_of_2(following) if following else 0
-        if self.blocks is None:
-            blocks = _blocks(count, channels, term_block, following_block, self.pool, x.element_size())
-        else:
-            blocks = self.blocks
-        each = -(-channels // blocks.channels) * blocks.channels if following else blocks.each
-        grid = (-(-count // blocks.pixels) * -(-channels // each),)
-        tf32 = x.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
-        with torch.cuda.device_of(x):
-            stage[grid](
-                x,
-                self.taps,
-                self.out,
-                self.bias,
-                self.into,
-                y,
-                count,
-                *(x.shape[2:] if self.patches else x.shape[1:3]),
-                height,
-                width,
-                x.stride(),
-                kernel=self.kernel,
-                stride=self.stride,
-                padding=self.padding,
-                dilation=self.dilation,
-                patches=self.patches,
-                relu=self.relu,
-                pool=self.pool,
-                terms=terms,
-                width=width_in,
-                channels=channels,
-                following=following,
-                pixel_block=blocks.pixels,
-                term_block=term_block,
-                channel_block=blocks.channels,
-                channels_each=each,
-                following_block=following_block,
-                precision="tf32" if tf32 else "ieee",
-                num_warps=blocks.warps,
-                num_stages=blocks.stages,
-            )
-        return y
-
-    def _size(self, x: Tensor) -> Pair:
-        sizes = x.shape[2:] if self.patches else x.shape[1:3]
-        reach = zip(sizes, self.kernel, self.stride, self.padding, self.dilation, strict=True)
-        height, width = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in reach)
-        if min(height, width) < 1:
-            raise ValueError(f"expected an image as large as the kernel {self.kernel}, got {tuple(sizes)}")
-        return (height // 2, width // 2) if self.pool else (height, width)
+        weights = self.taps, self.out, self.bias, self.into
+        moves = [*self.kernel, *self.stride, *self.padding, *self.dilation]
+        what = self.relu, self.pool, self.patches
+        launch = torch.ops.cpnorm.stage if torch.compiler.is_compiling() else launch_stage
+        return cast(Tensor, launch(x, *weights, moves, *what, list(self.blocks or ())))
 
     def extra_repr(self) -> str:
         """What it is made of."""
@@ -234,40 +178,17 @@ class Closing(nn.Module):
         return F.relu(x) if self.relu else x
 
     def _by_kernel(self, x: Tensor) -> Tensor:
-        from cpnorm.stage_kernels import closing
-
-        (images, channels, *size), step = x.shape, 2 if self.pool else 1
-        height, width = (n // step for n in size)
-        last = x.stride(1) == 1 and channels > 1
-        layout = torch.channels_last if last else torch.contiguous_format
-        y = torch.empty(images, channels, height, width, dtype=x.dtype, device=x.device, memory_format=layout)
-        if y.numel():
-            inner = channels if last else width
-            count, inner_block = y.numel() // inner, min(128, _power_of_2(inner))
-            outer_block = CLOSING_BLOCK // inner_block
-            with torch.cuda.device_of(x):
-                closing[(-(-count // outer_block) * -(-inner // inner_block),)](
-                    x,
-                    self.bias,
-                    y,
-                    count,
-                    height,
-                    width,
-                    x.stride(),
-                    channels=channels,
-                    channels_last=last,
-                    relu=self.relu,
-                    pool=self.pool,
-                    outer_block=outer_block,
-                    inner_block=inner_block,
-                )
-        return y
+        launch = torch.ops.cpnorm.closing if torch.compiler.is_compiling() else launch_closing
+        return cast(Tensor, launch(x, self.bias, self.relu, self.pool))
 
     def extra_repr(self) -> str:
         """What it does."""
         return ", ".join(
             [name for name in ("relu", "pool") if getattr(self, name)] + ["bias"] * (self.bias is not None)
         )
+
+
+# --- on a GPU -----------------------------------------------------------------------------------------------------
 
 
 def runs_kernel(x: Tensor, weight: Tensor | None = None) -> bool:
@@ -280,6 +201,159 @@ def runs_kernel(x: Tensor, weight: Tensor | None = None) -> bool:
 def within_reach(device: torch.device) -> bool:
     """Of the kernels."""
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def launch_stage(
+    x: Tensor,
+    taps: Tensor | None,
+    out: Tensor,
+    bias: Tensor | None,
+    into: Tensor | None,
+    moves: list[int],  # kernel, stride, padding, dilation: of rows and columns each
+    relu: bool,
+    pool: bool,
+    patches: bool,
+    blocks: list[int],  # none: those that are best
+) -> Tensor:  # (N, H2, W2, O or R2)
+    """What ``Stage`` computes, by the kernel."""
+    from cpnorm.stage_kernels import stage
+
+    y = _stage_output(x, taps, out, bias, into, moves, relu, pool, patches, blocks)
+    images, height, width, _ = y.shape
+    (width_in, channels), following = out.shape, 0 if into is None else into.shape[1]
+    terms = x.shape[1] * math.prod(moves[:2]) if patches else x.shape[-1]
+    if (_aligned(terms) if patches else terms) != width_in:  # the kernel would read what is not there
+        raise ValueError(f"expected an input for weights of {width_in} terms, got one of shape {tuple(x.shape)}")
+    count = images * height * width
+    if y.numel() == 0:
+        return y
+    term_block, following_block = _power_of_2(width_in), _power_of_2(following) if following else 0
+    known = Blocks(*blocks) if blocks else None
+    chosen = known or _blocks(count, channels, term_block, following_block, pool, x.element_size())
+    each = -(-channels // chosen.channels) * chosen.channels if following else chosen.each
+    grid = (-(-count // chosen.pixels) * -(-channels // each),)
+    tf32 = x.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
+    with torch.cuda.device_of(x):
+        stage[grid](
+            x,
+            taps,
+            out,
+            bias,
+            into,
+            y,
+            count,
+            *_image_size(x, patches),
+            height,
+            width,
+            x.stride(),
+            kernel=tuple(moves[:2]),
+            stride=tuple(moves[2:4]),
+            padding=tuple(moves[4:6]),
+            dilation=tuple(moves[6:]),
+            patches=patches,
+            relu=relu,
+            pool=pool,
+            terms=terms,
+            width=width_in,
+            channels=channels,
+            following=following,
+            pixel_block=chosen.pixels,
+            term_block=term_block,
+            channel_block=chosen.channels,
+            channels_each=each,
+            following_block=following_block,
+            precision="tf32" if tf32 else "ieee",
+            num_warps=chosen.warps,
+            num_stages=chosen.stages,
+        )
+    return y
+
+
+def _stage_output(
+    x: Tensor,
+    taps: Tensor | None,
+    out: Tensor,
+    bias: Tensor | None,
+    into: Tensor | None,
+    moves: list[int],
+    relu: bool,
+    pool: bool,
+    patches: bool,
+    blocks: list[int],
+) -> Tensor:
+    """Its output, without values."""
+    sizes = _image_size(x, patches)
+    moved = zip(sizes, *(moves[i : i + 2] for i in range(0, 8, 2)), strict=True)
+    after = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in moved]
+    after = [n // 2 for n in after] if pool else after
+    if min(after) < 1:
+        raise ValueError(f"expected an image as large as the kernel {tuple(moves[:2])}, got {tuple(sizes)}, {pool=}")
+    return x.new_empty(x.shape[0], *after, (out if into is None else into).shape[1])
+
+
+def _image_size(x: Tensor, patches: bool) -> torch.Size:
+    return x.shape[2:] if patches else x.shape[1:3]
+
+
+def launch_closing(x: Tensor, bias: Tensor | None, relu: bool, pool: bool) -> Tensor:
+    """What ``Closing`` computes, by the kernel."""
+    from cpnorm.stage_kernels import closing
+
+    y = _closing_output(x, bias, relu, pool)
+    if y.numel() == 0:
+        return y
+    _, channels, height, width = y.shape
+    last = _lies_channels_last(x)
+    inner = channels if last else width
+    count, inner_block = y.numel() // inner, min(128, _power_of_2(inner))
+    outer_block = CLOSING_BLOCK // inner_block
+    with torch.cuda.device_of(x):
+        closing[(-(-count // outer_block) * -(-inner // inner_block),)](
+            x,
+            bias,
+            y,
+            count,
+            height,
+            width,
+            x.stride(),
+            channels=channels,
+            channels_last=last,
+            relu=relu,
+            pool=pool,
+            outer_block=outer_block,
+            inner_block=inner_block,
+        )
+    return y
+
+
+def _closing_output(x: Tensor, bias: Tensor | None, relu: bool, pool: bool) -> Tensor:
+    """Its output, without values."""
+    images, channels, *size = x.shape
+    after = [n // 2 for n in size] if pool else size
+    if min(after) < 1:
+        raise ValueError(f"expected maps of 2 x 2 and more before a pooling, got {tuple(size)}")
+    layout = torch.channels_last if _lies_channels_last(x) else torch.contiguous_format
+    return torch.empty(images, channels, *after, dtype=x.dtype, device=x.device, memory_format=layout)
+
+
+def _lies_channels_last(x: Tensor) -> bool:
+    return x.stride(1) == 1 and x.shape[1] > 1
+
+
+# For the compiler, which has no need to look inside.
+_WEIGHTS = "Tensor x, Tensor? taps, Tensor out, Tensor? bias, Tensor? into"
+torch.library.custom_op(
+    "cpnorm::stage",
+    launch_stage,
+    mutates_args=(),
+    schema=f"({_WEIGHTS}, int[] moves, bool relu, bool pool, bool patches, int[] blocks) -> Tensor",
+).register_fake(_stage_output)
+torch.library.custom_op(
+    "cpnorm::closing",
+    launch_closing,
+    mutates_args=(),
+    schema="(Tensor x, Tensor? bias, bool relu, bool pool) -> Tensor",
+).register_fake(_closing_output)
 
 
 def _blocks(pixels: int, channels: int, terms: int, following: int, pool: bool, itemsize: int) -> Blocks:
@@ -318,8 +392,8 @@ def takes(layer: nn.Module, *, patches: bool = False) -> bool:
 
     Patches: one that reads an image; its kernel must see few numbers, and the number of terms does not matter.
     """
-    if not isinstance(layer, CPConv2d):
-        return isinstance(layer, CPLinear) and _aligned(layer.rank) <= WIDEST and not patches
+    if type(layer) is not CPConv2d:  # another's forward may do something else
+        return type(layer) is CPLinear and _aligned(layer.rank) <= WIDEST and not patches
     taps = math.prod(layer.kernel_size)
     few = layer.in_channels * taps <= LARGEST_PATCH if patches else taps <= MOST_TAPS and _aligned(layer.rank) <= WIDEST
     plain = layer.groups == 1 and layer.padding_mode == "zeros" and len(layer.modes) == 4
