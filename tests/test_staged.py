@@ -32,7 +32,7 @@ KERNEL = pytest.param(
     if INTERPRETED
     else pytest.mark.gpu,
 )
-WAYS = ["torch", KERNEL]
+WAYS = [KERNEL] if INTERPRETED else ["torch", KERNEL]
 ALL = 256  # more terms than any layer here has
 
 

@@ -24,7 +24,7 @@ from cpnorm.stages import Blocks, Closing, Stage, opening_of, stage_of, takes
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 WAYS = [
-    "torch",
+    *([] if INTERPRETED else ["torch"]),
     pytest.param(
         "kernel",
         marks=pytest.mark.skipif(not HAS_TRITON, reason="needs triton: make test-kernels")
@@ -536,7 +536,7 @@ def test_compiled_as_a_whole(way: str) -> None:
         torch.testing.assert_close(program(x), stages(x), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", WAYS[1:])
+@pytest.mark.parametrize("way", WAYS[-1:])
 def test_the_compiler_knows_what_comes_out(way: str) -> None:
     for layout in (torch.contiguous_format, torch.channels_last):
         x = torch.randn(2, 5, 6, 4, device=device(way)).contiguous(memory_format=layout)
