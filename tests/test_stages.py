@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import cpnorm
-from cpnorm import stages
+from cpnorm import stage_launch
 from cpnorm.layers import CPConv1d, CPConv2d, CPLayer, CPLinear
 from cpnorm.stages import Blocks, Closing, Stage, opening_of, stage_of, takes
 
@@ -77,7 +77,7 @@ def forced(way: str, stage: Stage | Closing, x: Tensor) -> Tensor:
         patch.setitem(stage.__dict__, "_by_kernel", noted("kernel", by_kernel))
         patch.setitem(stage.__dict__, "_by_torch", noted("torch", by_torch))
         if way == "torch":
-            patch.setattr(stages, "HAS_TRITON", False)
+            patch.setattr(stage_launch, "HAS_TRITON", False)
         y = stage(x)
     assert chosen == [way]
     return y

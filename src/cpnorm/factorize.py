@@ -21,8 +21,9 @@ from cpnorm.forms import ALIGNED, FormCost, chain, form_cost, forms_of
 from cpnorm.layers import CPLayer
 from cpnorm.plain import has_layouts, lighten_relus, plain_copy, slice_pools, with_layout
 from cpnorm.race import race
+from cpnorm.stage_launch import HAS_TRITON, within_reach
 from cpnorm.staged import PATCHES, STAGE, put_closings, put_stages
-from cpnorm.stages import HAS_TRITON, WIDEST, within_reach
+from cpnorm.stages import WIDEST
 
 Goal = Literal["time", "weights"]
 Way = tuple[bool, bool]  # in which layers were timed: channels last, captured as graphs

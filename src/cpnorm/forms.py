@@ -50,7 +50,7 @@ def forms_of(layer: CPLayer) -> list[str]:
     linear layer over the channels, which adds its bias on the way.
     """
     found = list(_conv_steps(cast(_ConvNd, layer))) if not isinstance(layer, nn.Linear) else ["low-rank"]
-    if isinstance(layer, nn.Linear) and 2 <= len(_linear_modes(layer)[1]) <= 4:
+    if isinstance(layer, nn.Linear) and 2 <= len(linear_modes(layer)[1]) <= 4:
         found.append("unflatten")
     return [*found, *(f"{ALIGNED}{form}" for form in found if not form.startswith(LINEAR))]
 
@@ -74,7 +74,7 @@ def _moves(conv: _ConvNd, axis: int) -> bool:
     return max(conv.kernel_size[axis], conv.stride[axis]) > 1 or max(padding, int(conv.output_padding[axis])) > 0
 
 
-def _linear_modes(layer: nn.Linear) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def linear_modes(layer: nn.Linear) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The modes that make up the outputs, and those that make up the inputs."""
     modes = cast(CPLayer, layer).modes
     count = next(n for n in range(1, len(modes)) if math.prod(modes[:n]) == layer.out_features)
@@ -113,9 +113,9 @@ def chain(layer: CPLayer, form: str, *, empty: bool = False) -> nn.Sequential:
 
 
 def _linear_chain(layer: nn.Linear, form: str, scales: Tensor, factors: Sequence[Tensor]) -> nn.Sequential:
-    outputs, inputs = _linear_modes(layer)
+    outputs, inputs = linear_modes(layer)
     out, into = factors[: len(outputs)], factors[len(outputs) :]
-    first, last = _shared(scales)
+    first, last = halved(scales)
     rank, space = len(scales), inputs[1:]
     closing = _plain(nn.Linear(rank, layer.out_features, device="meta"), khatri_rao(out) * last, layer.bias)
     if form == "low-rank":
@@ -140,7 +140,7 @@ def _conv_chain(conv: _ConvNd, steps: Steps, scales: Tensor, factors: Sequence[T
     for axis, kernel in enumerate(kernels):
         if not any(axis in step for step in steps):
             scales = scales * kernel[0]
-    first, last = _shared(scales)
+    first, last = halved(scales)
     # Groups share the input vectors of a convolution, and the output vectors of a transposed one.
     into = (into * first).reshape(-1, conv.in_channels // groups, len(scales)).expand(groups, -1, -1)  # (g, I / g, R)
     out = (out * last).repeat(groups if conv.transposed else 1, 1)  # (O, R)
@@ -161,7 +161,7 @@ def _conv_chain(conv: _ConvNd, steps: Steps, scales: Tensor, factors: Sequence[T
     return nn.Sequential(OrderedDict(layers))
 
 
-def _shared(scales: Tensor) -> tuple[Tensor, Tensor]:  # (R,) -> (R,), (R,)
+def halved(scales: Tensor) -> tuple[Tensor, Tensor]:  # (R,) -> (R,), (R,)
     """Half of each term's size to the first step and half to the last: numbers of one size quantise best."""
     root = scales.abs().sqrt()
     return root, root * scales.sign()

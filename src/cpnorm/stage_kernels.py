@@ -1,6 +1,6 @@
 """GPU kernels for stages: from the terms of one canonical layer to those of the next, with nothing between in memory.
 
-`stages.py` calls them.
+`stage_launch.py` calls them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,225 @@
+"""Stages handed to their kernels: whether that is possible, what comes out, and how the work is cut into programs."""
+
+from __future__ import annotations
+
+import math
+import os
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16  # terms that tensor cores take at once
+PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
+FEW_PIXELS = 4096  # too few for large tiles
+CLOSING_BLOCK = 1024  # numbers that one program writes
+HAS_TRITON = find_spec("triton") is not None
+
+
+class Blocks(NamedTuple):
+    """What one program of the kernel makes, and what it makes it with."""
+
+    pixels: int
+    channels: int  # at once
+    each: int  # channels of one program, a multiple of those; if it goes on to terms, it goes through all of them
+    warps: int
+    stages: int
+
+
+def runs_kernel(x: Tensor, weight: Tensor | None = None) -> bool:
+    """Whether the kernels can do it: on a GPU (or in triton's interpreter), in their precisions, without gradients."""
+    alike = weight is None or (x.dtype == weight.dtype and x.device == weight.device)
+    fit = HAS_TRITON and within_reach(x.device) and x.dtype in PRECISIONS
+    return fit and alike and not (torch.is_grad_enabled() and x.requires_grad)
+
+
+def within_reach(device: torch.device) -> bool:
+    """Of the kernels."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def launch_stage(
+    x: Tensor,
+    taps: Tensor | None,
+    out: Tensor,
+    bias: Tensor | None,
+    into: Tensor | None,
+    moves: list[int],  # kernel, stride, padding, dilation: of rows and columns each
+    relu: bool,
+    pool: bool,
+    patches: bool,
+    blocks: list[int],  # none: those that are best
+) -> Tensor:  # (N, H2, W2, O or R2)
+    """What ``Stage`` computes, by the kernel."""
+    from cpnorm.stage_kernels import stage
+
+    y = _stage_output(x, taps, out, bias, into, moves, relu, pool, patches, blocks)
+    images, height, width, _ = y.shape
+    (width_in, channels), following = out.shape, 0 if into is None else into.shape[1]
+    terms = x.shape[1] * math.prod(moves[:2]) if patches else x.shape[-1]
+    if (aligned(terms) if patches else terms) != width_in:  # the kernel would read what is not there
+        raise ValueError(f"expected an input for weights of {width_in} terms, got one of shape {tuple(x.shape)}")
+    count = images * height * width
+    if y.numel() == 0:
+        return y
+    term_block, following_block = _power_of_2(width_in), _power_of_2(following) if following else 0
+    known = Blocks(*blocks) if blocks else None
+    chosen = known or _blocks(count, channels, term_block, following_block, pool, x.element_size())
+    each = -(-channels // chosen.channels) * chosen.channels if following else chosen.each
+    grid = (-(-count // chosen.pixels) * -(-channels // each),)
+    tf32 = x.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
+    with torch.cuda.device_of(x):
+        stage[grid](
+            x,
+            taps,
+            out,
+            bias,
+            into,
+            y,
+            count,
+            *_image_size(x, patches),
+            height,
+            width,
+            x.stride(),
+            kernel=tuple(moves[:2]),
+            stride=tuple(moves[2:4]),
+            padding=tuple(moves[4:6]),
+            dilation=tuple(moves[6:]),
+            patches=patches,
+            relu=relu,
+            pool=pool,
+            terms=terms,
+            width=width_in,
+            channels=channels,
+            following=following,
+            pixel_block=chosen.pixels,
+            term_block=term_block,
+            channel_block=chosen.channels,
+            channels_each=each,
+            following_block=following_block,
+            precision="tf32" if tf32 else "ieee",
+            num_warps=chosen.warps,
+            num_stages=chosen.stages,
+        )
+    return y
+
+
+def _stage_output(
+    x: Tensor,
+    taps: Tensor | None,
+    out: Tensor,
+    bias: Tensor | None,
+    into: Tensor | None,
+    moves: list[int],
+    relu: bool,
+    pool: bool,
+    patches: bool,
+    blocks: list[int],
+) -> Tensor:
+    """Its output, without values."""
+    sizes = _image_size(x, patches)
+    moved = zip(sizes, *(moves[i : i + 2] for i in range(0, 8, 2)), strict=True)
+    after = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in moved]
+    after = [n // 2 for n in after] if pool else after
+    if min(after) < 1:
+        raise ValueError(f"expected an image as large as the kernel {tuple(moves[:2])}, got {tuple(sizes)}, {pool=}")
+    return x.new_empty(x.shape[0], *after, (out if into is None else into).shape[1])
+
+
+def _image_size(x: Tensor, patches: bool) -> torch.Size:
+    return x.shape[2:] if patches else x.shape[1:3]
+
+
+def launch_closing(x: Tensor, bias: Tensor | None, relu: bool, pool: bool) -> Tensor:
+    """What ``Closing`` computes, by the kernel."""
+    from cpnorm.stage_kernels import closing
+
+    y = _closing_output(x, bias, relu, pool)
+    if y.numel() == 0:
+        return y
+    _, channels, height, width = y.shape
+    last = _lies_channels_last(x)
+    inner = channels if last else width
+    count, inner_block = y.numel() // inner, min(128, _power_of_2(inner))
+    outer_block = CLOSING_BLOCK // inner_block
+    with torch.cuda.device_of(x):
+        closing[(-(-count // outer_block) * -(-inner // inner_block),)](
+            x,
+            bias,
+            y,
+            count,
+            height,
+            width,
+            x.stride(),
+            channels=channels,
+            channels_last=last,
+            relu=relu,
+            pool=pool,
+            outer_block=outer_block,
+            inner_block=inner_block,
+        )
+    return y
+
+
+def _closing_output(x: Tensor, bias: Tensor | None, relu: bool, pool: bool) -> Tensor:
+    """Its output, without values."""
+    images, channels, *size = x.shape
+    after = [n // 2 for n in size] if pool else size
+    if min(after) < 1:
+        raise ValueError(f"expected maps of 2 x 2 and more before a pooling, got {tuple(size)}")
+    layout = torch.channels_last if _lies_channels_last(x) else torch.contiguous_format
+    return torch.empty(images, channels, *after, dtype=x.dtype, device=x.device, memory_format=layout)
+
+
+def _lies_channels_last(x: Tensor) -> bool:
+    return x.stride(1) == 1 and x.shape[1] > 1
+
+
+# For the compiler, which has no need to look inside.
+_WEIGHTS = "Tensor x, Tensor? taps, Tensor out, Tensor? bias, Tensor? into"
+torch.library.custom_op(
+    "cpnorm::stage",
+    launch_stage,
+    mutates_args=(),
+    schema=f"({_WEIGHTS}, int[] moves, bool relu, bool pool, bool patches, int[] blocks) -> Tensor",
+).register_fake(_stage_output)
+torch.library.custom_op(
+    "cpnorm::closing",
+    launch_closing,
+    mutates_args=(),
+    schema="(Tensor x, Tensor? bias, bool relu, bool pool) -> Tensor",
+).register_fake(_closing_output)
+
+
+def _blocks(pixels: int, channels: int, terms: int, following: int, pool: bool, itemsize: int) -> Blocks:
+    """What one program makes, by what was fastest on an H200 for layers of 16 to 128 terms.
+
+    Few pixels: small tiles, so that all of the GPU has some, and large chunks, for there are few turns to overlap. Many
+    pixels: as large a tile as registers hold, since every tile reads all of the weights.
+    """
+    held = terms * (4 if pool else 1)  # numbers for a pixel
+    if pixels <= FEW_PIXELS:
+        tile, chunk, warps = 16, 64 if pool else 128, 8 if terms >= 128 else 4
+    elif pool:
+        tile, chunk, warps = (64, 64, 4) if held <= 256 else (64, 128, 8) if held <= 512 else (16, 64, 8)
+    else:
+        tile, chunk, warps = (64, 64, 4) if terms <= 64 else (128, 32, 8) if terms <= 128 else (32, 64, 8)
+    if itemsize > 2:
+        tile, chunk = max(16, tile // 2), chunk // 2
+    chunk = min(chunk, max(16, _power_of_2(channels)))
+    while chunk > 16 and (terms + following) * chunk * itemsize > 2**16:  # bytes of shared memory
+        chunk //= 2
+    stages = min(3, max(2, 3 * 2**15 // ((terms + following) * chunk * itemsize)))
+    # Who does not go on to terms may leave other channels to others, but each opens its tile anew.
+    each = chunk if pixels <= FEW_PIXELS else -(-channels // chunk) * chunk
+    return Blocks(tile, chunk, each, warps, stages)
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def aligned(size: int) -> int:
+    """Rounded up to what tensor cores take."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
