@@ -758,6 +758,22 @@ def test_what_has_nothing_for_kernels_has_none(monkeypatch: pytest.MonkeyPatch) 
     assert runners == ["dense", ()]
 
 
+def test_kernels_that_fail_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ResourcesError(Exception):
+        """As triton's, which is no RuntimeError."""
+
+    def fails(*_: Any) -> Tensor:
+        raise ResourcesError("shared memory")
+
+    model = small_network()
+    runners = raced("torch", monkeypatch, wins=())
+    monkeypatch.setattr(Stage, "forward", fails)
+    choice = choose_forms(model, image(), measure=False)
+    with pytest.warns(UserWarning, match="are left out: shared memory"):
+        assert choice.with_kernels(model, image()).stages_to is None
+    assert runners == ["dense", (), tuple(layer.form for layer in choice.layers.values()), ("dense",) * 3]
+
+
 def test_dense_layers_among_kernels_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_network()
     raced("torch", monkeypatch, wins=CANDIDATES[64])

@@ -510,6 +510,18 @@ def test_a_closing_copies_its_bias() -> None:
     assert not closing.bias.requires_grad
 
 
+@pytest.mark.parametrize("shared", [stage_launch.H200_SHARED, 99 * 1024, 64 * 1024])  # H200, RTX 30 and 40, T4
+def test_blocks_fit_into_the_memory_that_threads_share(shared: int) -> None:
+    sizes = itertools.product((1, 10**6), (10, 192, 1024), (16, 64, 256), (0, 16, 256), (False, True), (2, 4))
+    for pixels, channels, terms, following, pool, itemsize in sizes:
+        blocks = stage_launch._blocks(pixels, channels, terms, following, pool, itemsize, shared)
+        widths = terms, following, 4 if pool else 1, itemsize
+        needed = stage_launch._shared_bytes(blocks.pixels, blocks.channels, blocks.stages, *widths)
+        assert needed <= shared or (blocks.pixels, blocks.channels, blocks.stages) == (16, 16, 1)
+        assert min(blocks.pixels, blocks.channels) >= 16
+        assert blocks.each % blocks.channels == 0
+
+
 # --- for the compiler ---------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -94,6 +95,7 @@ class Factorization:
         """A plain copy of the model with its canonical layers in the chosen forms."""
         return self._copy_of(model)[0]
 
+    @torch.inference_mode(False)
     def with_kernels(self, model: nn.Module, example_input: Inputs, *, captured: bool = False) -> Factorization:
         """This choice, or a faster one with GPU kernels of cpnorm's own.
 
@@ -131,8 +133,15 @@ class Factorization:
             twin, stages, changed = choice._copy_of(model)
             chosen = {name: _as_stage(model, name, layers[name], stages.get(name), calls) for name in layers}
             key = tuple(layer.form for layer in chosen.values())
-            if changed and key not in found and _computes_as(twin.eval(), dense, example_input):
-                found[key], runs[key] = replace(choice, layers=chosen), partial(run, twin, example_input)
+            if not changed or key in found:
+                continue
+            try:
+                if not _computes_as(twin.eval(), dense, example_input):
+                    continue
+            except Exception as error:  # a GPU that kernels are not made for says so in many ways
+                warnings.warn(f"kernels for layers of up to {limit} terms are left out: {error}", stacklevel=2)
+                continue
+            found[key], runs[key] = replace(choice, layers=chosen), partial(run, twin, example_input)
         seconds = race(runs, device, captured=captured)
         best = min(found, key=lambda key: seconds[key])
         return replace(found[best], seconds={"dense": seconds["dense"], "chosen": seconds[best]})

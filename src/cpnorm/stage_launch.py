@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 ALIGNMENT = 16  # terms that tensor cores take at once
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
+H200_SHARED = 227 * 1024  # bytes of memory that a program's threads share
 FEW_PIXELS = 4096  # too few for large tiles
 CLOSING_BLOCK = 1024  # numbers that one program writes
 HAS_TRITON = find_spec("triton") is not None
@@ -65,7 +67,8 @@ def launch_stage(
         return y
     term_block, following_block = _power_of_2(width_in), _power_of_2(following) if following else 0
     known = Blocks(*blocks) if blocks else None
-    chosen = known or _blocks(count, channels, term_block, following_block, pool, x.element_size())
+    sizes = count, channels, term_block, following_block, pool, x.element_size(), _shared_memory(x.device)
+    chosen = known or _blocks(*sizes)
     each = -(-channels // chosen.channels) * chosen.channels if following else chosen.each
     grid = (-(-count // chosen.pixels) * -(-channels // each),)
     tf32 = x.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
@@ -192,13 +195,16 @@ torch.library.custom_op(
 ).register_fake(_closing_output)
 
 
-def _blocks(pixels: int, channels: int, terms: int, following: int, pool: bool, itemsize: int) -> Blocks:
-    """What one program makes, by what was fastest on an H200 for layers of 16 to 128 terms.
+def _blocks(
+    pixels: int, channels: int, terms: int, following: int, pool: bool, itemsize: int, shared: int = H200_SHARED
+) -> Blocks:
+    """What one program makes: what was fastest on an H200 for layers of 16 to 128 terms, or less where memory is short.
 
     Few pixels: small tiles, so that all of the GPU has some, and large chunks, for there are few turns to overlap. Many
     pixels: as large a tile as registers hold, since every tile reads all of the weights.
     """
-    held = terms * (4 if pool else 1)  # numbers for a pixel
+    corners = 4 if pool else 1
+    held = terms * corners  # numbers for a pixel
     if pixels <= FEW_PIXELS:
         tile, chunk, warps = 16, 64 if pool else 128, 8 if terms >= 128 else 4
     elif pool:
@@ -208,12 +214,31 @@ def _blocks(pixels: int, channels: int, terms: int, following: int, pool: bool, 
     if itemsize > 2:
         tile, chunk = max(16, tile // 2), chunk // 2
     chunk = min(chunk, max(16, _power_of_2(channels)))
-    while chunk > 16 and (terms + following) * chunk * itemsize > 2**16:  # bytes of shared memory
+    while chunk > 16 and (terms + following) * chunk * itemsize > 2**16:
         chunk //= 2
     stages = min(3, max(2, 3 * 2**15 // ((terms + following) * chunk * itemsize)))
+    while _shared_bytes(tile, chunk, stages, terms, following, corners, itemsize) > shared:
+        if stages > 1:
+            stages -= 1
+        elif max(tile, chunk) > 16:
+            tile, chunk = (tile // 2, chunk) if tile >= chunk else (tile, chunk // 2)
+        else:
+            break
     # Who does not go on to terms may leave other channels to others, but each opens its tile anew.
     each = chunk if pixels <= FEW_PIXELS else -(-channels // chunk) * chunk
     return Blocks(tile, chunk, each, warps, stages)
+
+
+def _shared_bytes(tile: int, chunk: int, stages: int, terms: int, following: int, corners: int, itemsize: int) -> int:
+    """Weights of the chunks under way, opened tiles, and what is about to be stored: as the compiler does it."""
+    stored = 0 if following else tile * chunk
+    return (stages * (terms + following) * chunk + corners * tile * terms + stored) * itemsize
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return int(getattr(properties, "shared_memory_per_block_optin", H200_SHARED))
 
 
 def _power_of_2(n: int) -> int:
