@@ -771,7 +771,8 @@ def test_kernels_that_fail_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None
     choice = choose_forms(model, image(), measure=False)
     with pytest.warns(UserWarning, match="are left out: shared memory"):
         assert choice.with_kernels(model, image()).stages_to is None
-    assert runners == ["dense", (), tuple(layer.form for layer in choice.layers.values()), ("dense",) * 3]
+    assert runners[:2] == ["dense", ()]
+    assert not [runner for runner in runners if STAGE in runner or PATCHES in runner]
 
 
 def test_dense_layers_among_kernels_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
