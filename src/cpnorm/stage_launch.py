@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, lru_cache
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,65 +48,92 @@ def launch_stage(
     out: Tensor,
     bias: Tensor | None,
     into: Tensor | None,
-    moves: list[int],  # kernel, stride, padding, dilation: of rows and columns each
+    moves: Sequence[int],  # kernel, stride, padding, dilation: of rows and columns each
     relu: bool,
     pool: bool,
     patches: bool,
-    blocks: list[int],  # none: those that are best
+    blocks: Sequence[int],  # none: those that are best
 ) -> Tensor:  # (N, H2, W2, O or R2)
     """What ``Stage`` computes, by the kernel."""
     from cpnorm.stage_kernels import stage
 
-    y = _stage_output(x, taps, out, bias, into, moves, relu, pool, patches, blocks)
-    images, height, width, _ = y.shape
-    (width_in, channels), following = out.shape, 0 if into is None else into.shape[1]
-    terms = x.shape[1] * math.prod(moves[:2]) if patches else x.shape[-1]
-    if (aligned(terms) if patches else terms) != width_in:  # the kernel would read what is not there
-        raise ValueError(f"expected an input for weights of {width_in} terms, got one of shape {tuple(x.shape)}")
-    count = images * height * width
-    if y.numel() == 0:
-        return y
-    term_block, following_block = _power_of_2(width_in), _power_of_2(following) if following else 0
-    known = Blocks(*blocks) if blocks else None
-    sizes = count, channels, term_block, following_block, pool, x.element_size(), _shared_memory(x.device)
-    chosen = known or _blocks(*sizes)
-    each = -(-channels // chosen.channels) * chosen.channels if following else chosen.each
-    grid = (-(-count // chosen.pixels) * -(-channels // each),)
+    following = 0 if into is None else into.shape[1]
     tf32 = x.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
-    with torch.cuda.device_of(x):
-        stage[grid](
-            x,
-            taps,
-            out,
-            bias,
-            into,
-            y,
-            count,
-            *_image_size(x, patches),
-            height,
-            width,
-            x.stride(),
-            kernel=tuple(moves[:2]),
-            stride=tuple(moves[2:4]),
-            padding=tuple(moves[4:6]),
-            dilation=tuple(moves[6:]),
-            patches=patches,
-            relu=relu,
-            pool=pool,
-            terms=terms,
-            width=width_in,
-            channels=channels,
-            following=following,
-            pixel_block=chosen.pixels,
-            term_block=term_block,
-            channel_block=chosen.channels,
-            channels_each=each,
-            following_block=following_block,
-            precision="tf32" if tf32 else "ieee",
-            num_warps=chosen.warps,
-            num_stages=chosen.stages,
-        )
+    memory = x.element_size(), _shared_memory(x.device)
+    plan = _plan(x.shape, out.shape, following, tuple(moves), relu, pool, patches, tuple(blocks), tf32, *memory)
+    y = x.new_empty(plan.output)
+    if plan.programs:
+        with torch.cuda.device_of(x):
+            stage[plan.programs,](x, taps, out, bias, into, y, *plan.numbers, x.stride(), **plan.constants)
     return y
+
+
+class Plan(NamedTuple):
+    """How often the kernel is to run, and with which numbers and constants."""
+
+    output: tuple[int, ...]  # its shape
+    programs: int
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+@lru_cache(maxsize=1024)  # to reckon it takes longer than to start a kernel
+def _plan(
+    shape: torch.Size,
+    weight: torch.Size,
+    following: int,
+    moves: tuple[int, ...],
+    relu: bool,
+    pool: bool,
+    patches: bool,
+    blocks: tuple[int, ...],
+    tf32: bool,
+    itemsize: int,
+    shared: int,
+) -> Plan:
+    kernel, stride, padding, dilation = (moves[i : i + 2] for i in range(0, 8, 2))
+    (width, channels), terms = weight, shape[1] * math.prod(kernel) if patches else shape[-1]
+    if (aligned(terms) if patches else terms) != width:  # the kernel would read what is not there
+        raise ValueError(f"expected an input for weights of {width} terms, got one of shape {tuple(shape)}")
+    sizes = shape[2:] if patches else shape[1:3]
+    after = _sizes_after(sizes, moves, pool)
+    output = (shape[0], *after, following or channels)
+    count = math.prod(output[:-1])
+    term_block, following_block = _power_of_2(width), _power_of_2(following) if following else 0
+    cut = Blocks(*blocks) if blocks else None
+    cut = cut or _blocks(count, channels, term_block, following_block, pool, itemsize, shared)
+    each = -(-channels // cut.channels) * cut.channels if following else cut.each
+    constants = {
+        "kernel": kernel,
+        "stride": stride,
+        "padding": padding,
+        "dilation": dilation,
+        "patches": patches,
+        "relu": relu,
+        "pool": pool,
+        "terms": terms,
+        "width": width,
+        "channels": channels,
+        "following": following,
+        "pixel_block": cut.pixels,
+        "term_block": term_block,
+        "channel_block": cut.channels,
+        "channels_each": each,
+        "following_block": following_block,
+        "precision": "tf32" if tf32 else "ieee",
+        "num_warps": cut.warps,
+        "num_stages": cut.stages,
+    }
+    return Plan(output, -(-count // cut.pixels) * -(-channels // each), (count, *sizes, *after), constants)
+
+
+def _sizes_after(sizes: Sequence[int], moves: Sequence[int], pool: bool) -> list[int]:
+    moved = zip(sizes, *(moves[i : i + 2] for i in range(0, 8, 2)), strict=True)
+    after = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in moved]
+    after = [n // 2 for n in after] if pool else after
+    if min(after) < 1:
+        raise ValueError(f"expected an image as large as the kernel {tuple(moves[:2])}, got {tuple(sizes)}, {pool=}")
+    return after
 
 
 def _stage_output(
@@ -114,24 +142,15 @@ def _stage_output(
     out: Tensor,
     bias: Tensor | None,
     into: Tensor | None,
-    moves: list[int],
+    moves: Sequence[int],
     relu: bool,
     pool: bool,
     patches: bool,
-    blocks: list[int],
+    blocks: Sequence[int],
 ) -> Tensor:
-    """Its output, without values."""
-    sizes = _image_size(x, patches)
-    moved = zip(sizes, *(moves[i : i + 2] for i in range(0, 8, 2)), strict=True)
-    after = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in moved]
-    after = [n // 2 for n in after] if pool else after
-    if min(after) < 1:
-        raise ValueError(f"expected an image as large as the kernel {tuple(moves[:2])}, got {tuple(sizes)}, {pool=}")
+    """Its output, without values, for the compiler."""
+    after = _sizes_after(x.shape[2:] if patches else x.shape[1:3], moves, pool)
     return x.new_empty(x.shape[0], *after, (out if into is None else into).shape[1])
-
-
-def _image_size(x: Tensor, patches: bool) -> torch.Size:
-    return x.shape[2:] if patches else x.shape[1:3]
 
 
 def launch_closing(x: Tensor, bias: Tensor | None, relu: bool, pool: bool) -> Tensor:

@@ -101,11 +101,10 @@ class Stage(nn.Module):
         return x.contiguous() if self.into is None else x @ self.into
 
     def _by_kernel(self, x: Tensor) -> Tensor:
-        weights = self.taps, self.out, self.bias, self.into
-        moves = [*self.kernel, *self.stride, *self.padding, *self.dilation]
-        what = self.relu, self.pool, self.patches
         launch = torch.ops.cpnorm.stage if torch.compiler.is_compiling() else launch_stage
-        return cast(Tensor, launch(x, *weights, moves, *what, list(self.blocks or ())))
+        moves = (*self.kernel, *self.stride, *self.padding, *self.dilation)
+        what = moves, self.relu, self.pool, self.patches, self.blocks or ()
+        return cast(Tensor, launch(x, self.taps, self.out, self.bias, self.into, *what))
 
     def extra_repr(self) -> str:
         """What it is made of."""
