@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +21,10 @@ from cpnorm.layers import CPConv1d, CPConv2d, CPConvTranspose2d, CPLayer, CPLine
 from cpnorm.staged import PATCHES, STAGE, Behind, behind_of, lines_of, put_closings, put_stages
 from cpnorm.stages import Closing, Opening, Stage
 from laws import close
+from ways import INTERPRETED, WAYS, device, full_precision  # noqa: F401 (a fixture)
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-KERNEL = pytest.param(
-    "kernel",
-    marks=pytest.mark.skipif(not HAS_TRITON, reason="needs triton: make test-kernels")
-    if INTERPRETED
-    else pytest.mark.gpu,
-)
-WAYS = [KERNEL] if INTERPRETED else ["torch", KERNEL]
+pytestmark = pytest.mark.usefixtures("full_precision")
 ALL = 256  # more terms than any layer here has
-
-
-@pytest.fixture(autouse=True)
-def _in_full_precision() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
-
-
-def place(way: str) -> str:
-    return "cuda" if way == "kernel" and not INTERPRETED else "cpu"
 
 
 def conv(*arguments: Any, rank: int = 5, **keywords: Any) -> CPConv2d:
@@ -190,7 +169,7 @@ def test_any_model(way: str, widest: int, data: st.DataObject) -> None:
     put_closings(twin)
     with torch.no_grad():
         wanted = double_of(model)(x.double())
-        got = twin.to(place(way))(x.to(place(way), torch.float64 if way == "torch" else torch.float32))
+        got = twin.to(device(way))(x.to(device(way), torch.float64 if way == "torch" else torch.float32))
     assert got.shape == wanted.shape
     tolerance = 1e-10 if way == "torch" else 1e-4
     assert (got.cpu().double() - wanted).abs().max() < tolerance * wanted.abs().max().clamp_min(1)
@@ -648,7 +627,7 @@ CANDIDATES: dict[int | None, tuple[str, ...]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("limit", list(CANDIDATES))
 def test_the_choice_of_kernels(way: str, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = small_network().to(place(way)), image().to(place(way))
+    model, x = small_network().to(device(way)), image().to(device(way))
     plain = choose_forms(model, x, measure=False, forms=dict(zip("038", CANDIDATES[0], strict=True)))
     runners = raced(way, monkeypatch, wins=CANDIDATES[limit])
     choice = plain.with_kernels(model, x)
@@ -678,7 +657,7 @@ def test_the_choice_of_kernels(way: str, limit: int | None, monkeypatch: pytest.
 @pytest.mark.parametrize("way", WAYS)
 def test_a_race_with_kernels(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the clock: whoever wins, it computes the same."""
-    model, x = small_network().to(place(way)), image().to(place(way))
+    model, x = small_network().to(device(way)), image().to(device(way))
     raced(way, monkeypatch)
     choice = choose_forms(model, x).with_kernels(model, x)
     assert ("cpnorm's kernels" in str(choice)) is (choice.stages_to is not None)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import itertools
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,18 +18,9 @@ import cpnorm
 from cpnorm import stage_launch
 from cpnorm.layers import CPConv1d, CPConv2d, CPLayer, CPLinear
 from cpnorm.stages import Blocks, Closing, Stage, opening_of, stage_of, takes
+from ways import HAS_TRITON, INTERPRETED, KERNEL, WAYS, device, full_precision  # noqa: F401 (a fixture)
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-WAYS = [
-    *([] if INTERPRETED else ["torch"]),
-    pytest.param(
-        "kernel",
-        marks=pytest.mark.skipif(not HAS_TRITON, reason="needs triton: make test-kernels")
-        if INTERPRETED
-        else pytest.mark.gpu,
-    ),
-]
+pytestmark = pytest.mark.usefixtures("full_precision")
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1.5e-2, torch.bfloat16: 0.12}
 
 
@@ -51,18 +40,6 @@ def _interpreter_multiplies_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
         return dot(self, a, b, *rest)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", as_single)
-
-
-@pytest.fixture(autouse=True)
-def _in_full_precision() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
-
-
-def device(way: str) -> str:
-    return "cuda" if way == "kernel" and not INTERPRETED else "cpu"
 
 
 def forced(way: str, stage: Stage | Closing, x: Tensor) -> Tensor:
@@ -548,7 +525,7 @@ def test_compiled_as_a_whole(way: str) -> None:
         torch.testing.assert_close(program(x), stages(x), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", WAYS[-1:])
+@pytest.mark.parametrize("way", [KERNEL])
 def test_the_compiler_knows_what_comes_out(way: str) -> None:
     for layout in (torch.contiguous_format, torch.channels_last):
         x = torch.randn(2, 5, 6, 4, device=device(way)).contiguous(memory_format=layout)
