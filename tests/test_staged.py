@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cpnorm import canonical_norm, fold
 from cpnorm.factorize import choose_forms, factorize
 from cpnorm.layers import CPConv1d, CPConv2d, CPConvTranspose2d, CPLayer, CPLinear
-from cpnorm.staged import PATCHES, STAGE, Behind, behind_of, lines_of, put_closings, put_stages
+from cpnorm.staged import PATCHES, STAGE, behind_of, lines_of, put_closings, put_stages
 from cpnorm.stages import Closing, Opening, Stage
 from laws import close
 from ways import INTERPRETED, WAYS, device, full_precision  # noqa: F401 (a fixture)
@@ -211,12 +211,12 @@ def test_layers_above_the_limit_stay() -> None:
 
 
 def test_what_has_few_inputs_runs_on_patches_wherever_a_line_of_stages_begins() -> None:
-    model = line(conv(3, 4, 3, rank=300), nn.BatchNorm2d(4), conv(4, 6, 3, rank=20), conv(6, 7, 3, rank=20))
+    model = line(conv(3, 4, 3, rank=300), nn.Tanh(), conv(4, 6, 3, rank=20), conv(6, 7, 3, rank=20))
     twin, forms = staged(model, image(), 16)
     assert forms == {"0": PATCHES, "2": PATCHES, "3": PATCHES}
     twin, forms = staged(model, image(), 20)
     assert forms == {"0": PATCHES, "2": PATCHES, "3": STAGE}
-    assert kinds(twin) == ["Stage", "BatchNorm2d", "Stage", "Stage"]
+    assert kinds(twin) == ["Stage", "Tanh", "Stage", "Stage"]
 
 
 def test_what_is_inside_of_others_is_in_line() -> None:
@@ -528,16 +528,53 @@ def test_lines() -> None:
 
 
 def test_what_is_behind() -> None:
-    def behind(*layers: nn.Module, maps: bool = True) -> Behind:
-        return behind_of(lines_of(line(*layers))[0], 0, maps=maps)
+    def behind(*layers: nn.Module, **asked: bool) -> tuple[bool, bool, int, nn.Module | None]:
+        return behind_of(lines_of(line(*layers))[0], 0, **asked)
 
-    relu, pool, dropout = nn.ReLU(), nn.MaxPool2d(2), nn.Dropout()
-    assert behind(relu) == (True, False, 1)
-    assert behind(dropout, pool, nn.Tanh()) == (False, True, 2)
-    assert behind(relu, pool, relu, nn.MaxPool2d(2)) == (True, True, 3)
-    assert behind(relu, pool, maps=False) == (True, False, 1)
-    assert behind(nn.Tanh(), relu) == (False, False, 0)
-    assert behind_of([], 0) == (False, False, 0)
+    relu, pool, dropout, norm = nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(), nn.BatchNorm2d(4)
+    assert behind(relu) == (True, False, 1, None)
+    assert behind(dropout, pool, nn.Tanh()) == (False, True, 2, None)
+    assert behind(relu, pool, relu, nn.MaxPool2d(2)) == (True, True, 3, None)
+    assert behind(relu, pool, maps=False) == (True, False, 1, None)
+    assert behind(nn.Tanh(), relu) == (False, False, 0, None)
+    assert behind_of([], 0) == (False, False, 0, None)
+    assert behind(norm, relu) == (False, False, 0, None)
+    assert behind(dropout, norm, pool, relu, norms=True) == (True, True, 4, norm)
+    assert behind(relu, norm, norms=True) == (True, False, 1, None)
+    assert behind(norm, nn.BatchNorm2d(4), norms=True) == (False, False, 1, norm)
+    assert behind(nn.BatchNorm2d(4, track_running_stats=False), norms=True) == (False, False, 0, None)
+    in_training = lines_of(nn.Sequential(nn.BatchNorm2d(4)))[0]
+    assert behind_of(in_training, 0, norms=True) == (False, False, 0, None)
+
+
+def norm(channels: int, **settings: Any) -> nn.BatchNorm2d:
+    """With scales of both signs, which a pooling must not come before."""
+    made = nn.BatchNorm2d(channels, **settings).eval()
+    for tensor in (*made.parameters(), made.running_mean):
+        tensor.data.normal_()
+    made.running_var.uniform_(0.1, 3.0)
+    return made
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_batch_norms_go_into_stages_and_convolutions(affine: bool, bias: bool) -> None:
+    layers = [conv(3, 6, 3, bias=bias), norm(6, affine=affine), nn.ReLU(), nn.MaxPool2d(2)]
+    layers += [conv(6, 40, 3, bias=bias), norm(40, affine=affine), nn.MaxPool2d(2), nn.ReLU()]
+    layers += [conv(40, 5, 1, bias=bias), norm(5, affine=affine), nn.Dropout()]
+    twin, forms = staged(line(*layers), image())
+    assert forms == {"0": PATCHES, "4": STAGE, "8": STAGE}
+    assert kinds(twin) == ["Stage"] * 3
+    assert kinds(closed(line(*layers), image())) == ["Conv2d", "Closing"] * 3
+    twin, _ = staged(line(conv(3, 6, 3), nn.ReLU(), norm(6), conv(6, 5, 3)), image())  # too late for the stage
+    assert "BatchNorm2d" in kinds(twin)
+
+
+def test_a_norm_stays_behind_a_weight_that_others_use() -> None:
+    first, second = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+    second.weight = first.weight
+    model = line(first, norm(3), nn.ReLU(), second, norm(3), nn.MaxPool2d(2))
+    assert "BatchNorm2d" in kinds(closed(model, image()))
 
 
 # --- models with stages are models --------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from cpnorm.calls import has_hooks
@@ -37,11 +38,12 @@ class Place(NamedTuple):
 
 
 class Behind(NamedTuple):
-    """What follows a layer: whether a ReLU and a pooling, and how many places they take."""
+    """What follows a layer: whether a ReLU and a pooling, how many places they take, and a batch norm before them."""
 
     relu: bool
     pool: bool
     places: int
+    norm: nn.BatchNorm2d | None = None
 
 
 def put_stages(model: nn.Module, widest: int) -> dict[str, str]:
@@ -69,7 +71,7 @@ def put_stages(model: nn.Module, widest: int) -> dict[str, str]:
             while patches or pieces:
                 staged[names[id(layer)]] = PATCHES if patches else STAGE
                 conv = isinstance(layer, CPConv2d)
-                behind = behind_of(line, end + 1, maps=conv)
+                behind = behind_of(line, end + 1, maps=conv, norms=conv)
                 end += 1 + behind.places
                 then = line[end].layer if end < len(line) else None
                 goes_on = fits(then) and conv == isinstance(then, CPConv2d)
@@ -95,21 +97,29 @@ def put_stages(model: nn.Module, widest: int) -> dict[str, str]:
 
 
 def _stage(layer: nn.Module, behind: Behind, following: CPLayer | None, patches: bool) -> Stage:
+    scale = None if behind.norm is None else scale_and_shift(behind.norm)
     asked = {"relu": behind.relu, "pool": behind.pool, "patches": patches}
-    return stage_of(cast(CPLayer, layer), following=following, **asked)
+    return stage_of(cast(CPLayer, layer), following=following, affine=scale, **asked)
 
 
 def put_closings(model: nn.Module) -> bool:
-    """Let bias, ReLU and pooling behind convolutions, and ReLU and pooling behind others, be one; False if none are."""
+    """Let bias, ReLU and pooling behind convolutions, and ReLU and pooling behind others, be one; False if none are.
+
+    A batch norm right behind a convolution goes into its weights.
+    """
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    tied = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
     found = False
     for line in lines_of(model):
         at = 0
         while at < len(line):
-            layer, behind = line[at].layer, behind_of(line, at + 1)
+            layer = line[at].layer
             conv = type(layer) is nn.Conv2d and places[id(layer)] == 1 and not has_hooks(layer)
+            behind = behind_of(line, at + 1, norms=conv and tied[id(layer.weight)] == 1)
             bias = cast(Tensor | None, layer.bias) if conv else None
-            if behind.pool or (behind.relu and bias is not None):
+            if behind.norm is not None:
+                bias = _scale(cast(nn.Conv2d, layer), behind.norm)
+            if behind.pool or (bias is not None and (behind.relu or behind.norm is not None)):
                 if conv:
                     layer.register_parameter("bias", None)
                 line[at + 1].put(Closing(bias, relu=behind.relu, pool=behind.pool))
@@ -118,6 +128,26 @@ def put_closings(model: nn.Module) -> bool:
                 found = True
             at += 1 + behind.places
     return found
+
+
+@torch.no_grad()
+def _scale(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> Tensor:
+    """Take a batch norm into the weight of the convolution before it; the bias that they have together."""
+    scale, shift = scale_and_shift(norm)
+    conv.weight.copy_(conv.weight * scale[:, None, None, None])
+    return (shift if conv.bias is None else conv.bias * scale + shift).to(conv.weight.dtype)
+
+
+@torch.no_grad()
+def scale_and_shift(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
+    """What a batch norm in evaluation mode does to each channel, in single precision or more."""
+    mean, variance = cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var)
+    wide = torch.promote_types(torch.float32, mean.dtype)
+    mean, variance = mean.to(wide), variance.to(wide)
+    scale = (variance + norm.eps).rsqrt()
+    if norm.weight is not None:
+        scale = scale * norm.weight
+    return scale, -mean * scale if norm.bias is None else norm.bias - mean * scale
 
 
 # --- lines --------------------------------------------------------------------------------------------------------
@@ -147,18 +177,29 @@ def lines_of(model: nn.Module) -> list[list[Place]]:
     return lines
 
 
-def behind_of(line: Sequence[Place], start: int, *, maps: bool = True) -> Behind:
-    """ReLUs and at most one pooling of maps from this place on, in any order, for they commute; and what is idle."""
+def behind_of(line: Sequence[Place], start: int, *, maps: bool = True, norms: bool = False) -> Behind:
+    """ReLUs and at most one pooling of maps from this place on, in any order, for they commute; and what is idle.
+
+    Before them, if asked for, a batch norm that does to every image the same.
+    """
     relu = pool = False
+    norm: nn.BatchNorm2d | None = None
     for count, place in enumerate(line[start:]):
         layer = place.layer
         if type(layer) is nn.ReLU and not has_hooks(layer):
             relu = True
         elif maps and not pool and type(layer) is nn.MaxPool2d and halves_maps(layer) and not has_hooks(layer):
             pool = True
+        elif norms and not (relu or pool or norm) and _is_fixed_norm(layer):
+            norm = cast(nn.BatchNorm2d, layer)
         elif not _is_idle(layer):
-            return Behind(relu, pool, count)
-    return Behind(relu, pool, len(line) - start)
+            return Behind(relu, pool, count, norm)
+    return Behind(relu, pool, len(line) - start, norm)
+
+
+def _is_fixed_norm(layer: nn.Module) -> bool:
+    fixed = type(layer) is nn.BatchNorm2d and not layer.training and layer.running_mean is not None
+    return fixed and not has_hooks(layer)
 
 
 def _linear_behind(line: Sequence[Place], start: int) -> int | None:

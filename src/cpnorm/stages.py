@@ -190,11 +190,18 @@ def takes(layer: nn.Module, *, patches: bool = False) -> bool:
 @torch.inference_mode(False)
 @torch.no_grad()
 def stage_of(
-    layer: CPLayer, *, relu: bool = False, pool: bool = False, following: CPLayer | None = None, patches: bool = False
+    layer: CPLayer,
+    *,
+    affine: tuple[Tensor, Tensor] | None = None,
+    relu: bool = False,
+    pool: bool = False,
+    following: CPLayer | None = None,
+    patches: bool = False,
 ) -> Stage:
     """The layer and what is behind it as a stage; with a following layer it delivers the terms of that one.
 
-    Without patches the stage asks for the layer's terms: those of the stage before, or of ``opening_of``.
+    Affine: a scale and a shift of each channel, right behind the layer. Without patches the stage asks for the layer's
+    terms: those of the stage before, or of ``opening_of``.
 
     >>> first = CPLinear(20, 30, rank=5, init="kaiming_normal")
     >>> second = CPLinear(30, 10, rank=3, init="kaiming_normal")
@@ -211,9 +218,13 @@ def stage_of(
         raise ValueError(f"expected a following layer of {len(out)} inputs, got {following}")
     if patches:
         taps, out = None, _dense(layer)
+    bias: Tensor | None = None if layer.bias is None else cast(Tensor, layer.bias).to(out.dtype)
+    if affine is not None:
+        scale, shift = affine
+        out, bias = out * scale[:, None], shift if bias is None else bias * scale + shift
     dtype = layer.lambdas.dtype
     taps, into = (None if step is None else step.to(dtype) for step in (taps, into))
-    bias = None if layer.bias is None else cast(Tensor, layer.bias).to(dtype).clone()
+    bias = None if bias is None else bias.to(dtype, copy=True)
     moves: dict[str, Pair] = {}
     if isinstance(layer, CPConv2d):
         settings = {"kernel": layer.kernel_size, "stride": layer.stride, "padding": _padding(layer)}
