@@ -100,8 +100,8 @@ def _plan(
     output = (shape[0], *after, following or channels)
     count = math.prod(output[:-1])
     term_block, following_block = _power_of_2(width), _power_of_2(following) if following else 0
-    cut = Blocks(*blocks) if blocks else None
-    cut = cut or _blocks(count, channels, term_block, following_block, pool, itemsize, shared)
+    sizes_of_work = count, channels, term_block, following_block, pool, itemsize, shared
+    cut = Blocks(*blocks) if blocks else _blocks(*sizes_of_work)
     each = -(-channels // cut.channels) * cut.channels if following else cut.each
     constants = {
         "kernel": kernel,
@@ -214,9 +214,7 @@ torch.library.custom_op(
 ).register_fake(_closing_output)
 
 
-def _blocks(
-    pixels: int, channels: int, terms: int, following: int, pool: bool, itemsize: int, shared: int = H200_SHARED
-) -> Blocks:
+def _blocks(pixels: int, channels: int, terms: int, following: int, pool: bool, itemsize: int, shared: int) -> Blocks:
     """What one program makes: what was fastest on an H200 for layers of 16 to 128 terms, or less where memory is short.
 
     Few pixels: small tiles, so that all of the GPU has some, and large chunks, for there are few turns to overlap. Many
