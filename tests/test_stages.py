@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ import cpnorm
 from cpnorm import stage_launch
 from cpnorm.layers import CPConv1d, CPConv2d, CPLayer, CPLinear
 from cpnorm.stages import Blocks, Closing, Stage, opening_of, stage_of, takes
-from ways import HAS_TRITON, INTERPRETED, KERNEL, WAYS, device, full_precision  # noqa: F401 (a fixture)
+from ways import HAS_TRITON, INTERPRETED, KERNEL, NEEDS_TRITON, WAYS, device, full_precision  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.usefixtures("full_precision")
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1.5e-2, torch.bfloat16: 0.12}
@@ -497,6 +498,88 @@ def test_blocks_fit_into_the_memory_that_threads_share(shared: int) -> None:
         assert needed <= shared or (blocks.pixels, blocks.channels, blocks.stages) == (16, 16, 1)
         assert min(blocks.pixels, blocks.channels) >= 16
         assert blocks.each % blocks.channels == 0
+
+
+# --- how kernels are started --------------------------------------------------------------------------------------
+
+
+class CountingKernel:
+    """Stands for one of triton's: notes who is asked to start what."""
+
+    __name__ = "counting"
+
+    def __init__(self) -> None:
+        self.looked: list[Any] = []
+        self.started: list[Any] = []
+
+    def __getitem__(self, programs: tuple[int, ...]) -> Callable[..., Any]:
+        def look(*arguments: Any, **constants: Any) -> Any:
+            self.looked.append((programs, arguments, constants))
+            return self.compiled
+
+        return look
+
+    @property
+    def compiled(self) -> Any:
+        class Compiled:
+            def __getitem__(_, programs: tuple[int, ...]) -> Callable[..., None]:  # noqa: N805
+                return lambda *arguments: self.started.append((programs, arguments))
+
+        return Compiled()
+
+
+def test_triton_looks_at_arguments_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    kernel, room = CountingKernel(), torch.zeros(64)
+    constants, options = {"relu": True, "terms": 16}, {"num_warps": 4}
+
+    def start(x: Tensor, size: int = 5, **others: int) -> None:
+        stage_launch._start(kernel, 7, (x, None), (size, (3, 1)), constants | others, options)
+
+    for _ in range(3):
+        start(room[:8])
+    (programs, arguments, named), *others = kernel.looked
+    assert (programs, arguments[1:], named, others) == ((7,), (None, 5, (3, 1)), constants | options, [])
+    start(room[16:24])  # elsewhere, and at a multiple of 16 bytes as well
+    assert [programs for programs, _ in kernel.started] == [(7, 1, 1)] * 3
+    assert kernel.started[-1][1][0].data_ptr() == room[16:].data_ptr()
+    assert kernel.started[-1][1][1:] == (None, 5, (3, 1), True, 16)
+    start(room[1:9])
+    start(room[:8].double())
+    start(room[:8], size=16)
+    start(room[:8], terms=32)
+    assert len(kernel.looked) == 5
+    assert len(kernel.started) == 3
+
+
+@NEEDS_TRITON
+def test_constants_stand_in_the_order_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a compiled kernel takes them by their place."""
+    seen: dict[str, list[str]] = {}
+
+    def note(kernel: Any, programs: int, tensors: Any, numbers: Any, constants: Any, options: Any) -> None:
+        names = list(inspect.signature(kernel.fn).parameters)
+        assert names[len(tensors) + len(numbers) :] == list(constants)
+        seen[kernel.__name__] = names
+
+    monkeypatch.setattr(stage_launch, "_start", note)
+    monkeypatch.setattr(stage_launch, "within_reach", lambda device: True)
+    stage_of(conv(3, 8, 3, rank=4), relu=True)(torch.randn(2, 6, 6, 16))
+    Closing(torch.ones(3), relu=True, pool=True)(torch.randn(2, 3, 4, 4))
+    assert set(seen) == {"stage", "closing"}
+
+
+@pytest.mark.gpu
+def test_one_after_the_other_on_a_gpu() -> None:
+    """Kernels that are started again, with tensors elsewhere and of other sizes and kinds, between each other."""
+    stage = stage_of(conv(12, 40, 3, rank=16, padding=1), relu=True, pool=True)
+    stages = [copy.deepcopy(stage).to("cuda", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    room = torch.randn(5 * 8 * 8 * 16 + 8, device="cuda")
+    for turn in range(12):
+        one, batch, shift = stages[turn % 3], 1 + turn % 4, turn // 6
+        x = room.to(one.out.dtype)[shift:][: batch * 8 * 8 * 16].view(batch, 8, 8, 16)
+        tolerance = TOLERANCES[one.out.dtype]
+        torch.testing.assert_close(forced("kernel", one, x), forced("torch", one, x), rtol=tolerance, atol=tolerance)
 
 
 # --- for the compiler ---------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -63,8 +63,8 @@ def launch_stage(
     plan = _plan(x.shape, out.shape, following, tuple(moves), relu, pool, patches, tuple(blocks), tf32, *memory)
     y = x.new_empty(plan.output)
     if plan.programs:
-        with torch.cuda.device_of(x):
-            stage[plan.programs,](x, taps, out, bias, into, y, *plan.numbers, x.stride(), **plan.constants)
+        tensors, numbers = (x, taps, out, bias, into, y), (*plan.numbers, x.stride())
+        _start(stage, plan.programs, tensors, numbers, plan.constants, plan.options)
     return y
 
 
@@ -74,7 +74,8 @@ class Plan(NamedTuple):
     output: tuple[int, ...]  # its shape
     programs: int
     numbers: tuple[int, ...]
-    constants: dict[str, Any]
+    constants: dict[str, Any]  # in the kernel's order
+    options: dict[str, int]
 
 
 @lru_cache(maxsize=1024)  # to reckon it takes longer than to start a kernel
@@ -121,10 +122,9 @@ def _plan(
         "channels_each": each,
         "following_block": following_block,
         "precision": "tf32" if tf32 else "ieee",
-        "num_warps": cut.warps,
-        "num_stages": cut.stages,
     }
-    return Plan(output, -(-count // cut.pixels) * -(-channels // each), (count, *sizes, *after), constants)
+    options = {"num_warps": cut.warps, "num_stages": cut.stages}
+    return Plan(output, -(-count // cut.pixels) * -(-channels // each), (count, *sizes, *after), constants, options)
 
 
 def _sizes_after(sizes: Sequence[int], moves: Sequence[int], pool: bool) -> list[int]:
@@ -165,22 +165,16 @@ def launch_closing(x: Tensor, bias: Tensor | None, relu: bool, pool: bool) -> Te
     inner = channels if last else width
     count, inner_block = y.numel() // inner, min(128, _power_of_2(inner))
     outer_block = CLOSING_BLOCK // inner_block
-    with torch.cuda.device_of(x):
-        closing[(-(-count // outer_block) * -(-inner // inner_block),)](
-            x,
-            bias,
-            y,
-            count,
-            height,
-            width,
-            x.stride(),
-            channels=channels,
-            channels_last=last,
-            relu=relu,
-            pool=pool,
-            outer_block=outer_block,
-            inner_block=inner_block,
-        )
+    constants = {
+        "channels": channels,
+        "channels_last": last,
+        "relu": relu,
+        "pool": pool,
+        "outer_block": outer_block,
+        "inner_block": inner_block,
+    }
+    programs = -(-count // outer_block) * -(-inner // inner_block)
+    _start(closing, programs, (x, bias, y), (count, height, width, x.stride()), constants, {})
     return y
 
 
@@ -192,6 +186,35 @@ def _closing_output(x: Tensor, bias: Tensor | None, relu: bool, pool: bool) -> T
         raise ValueError(f"expected maps of 2 x 2 and more before a pooling, got {tuple(size)}")
     layout = torch.channels_last if _lies_channels_last(x) else torch.contiguous_format
     return torch.empty(images, channels, *after, dtype=x.dtype, device=x.device, memory_format=layout)
+
+
+def _start(
+    kernel: Any,
+    programs: int,
+    tensors: Sequence[Tensor | None],
+    numbers: tuple[Any, ...],
+    constants: Mapping[str, Any],
+    options: Mapping[str, int],
+) -> None:
+    """Start a kernel; triton looks at its arguments the first time only, since a look takes longer than most kernels.
+
+    What it compiles depends on the numbers, the kinds of tensors and whether they lie at multiples of 16.
+    """
+    kinds = (None if t is None else (t.dtype, t.device, t.data_ptr() % 16 == 0) for t in tensors)
+    compiled = _compiled(kernel.__name__, numbers, *constants.values(), *options.values(), *kinds)
+    with torch.cuda.device_of(tensors[0]):
+        if compiled:
+            compiled[0][programs, 1, 1](*tensors, *numbers, *constants.values())
+        else:
+            made = kernel[programs,](*tensors, *numbers, **constants, **options)
+            if made is not None and torch.version.cuda:  # in the interpreter there is none; AMD's depend on more
+                compiled.append(made)
+
+
+@lru_cache(maxsize=1024)
+def _compiled(*like: Any) -> list[Any]:
+    """Room for the one kernel compiled for arguments like these."""
+    return []
 
 
 def _lies_channels_last(x: Tensor) -> bool:
