@@ -141,9 +141,6 @@ CHECK_ROWS = (
         paper.CIFAR10_STOPPED.replace(early_stopping=0, validation=0),
         None,
     ),
-    # The authors' code takes 128 images unless told otherwise; the paper does not say what it was told.
-    Row("checks/plain-rmsprop-128", "none, RMSprop, 128 images", paper.CIFAR10_STOPPED.replace(batch_size=128), None),
-    Row("checks/cp-rmsprop-128", "CP, RMSprop, 128 images", paper.CIFAR10_RMS.replace(batch_size=128), None),
     Row("checks/cp-rmsprop-angles", "CP, RMSprop, equal angles", paper.CIFAR10_RMS.replace(equal_angles=True), None),
 )
 

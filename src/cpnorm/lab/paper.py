@@ -150,7 +150,7 @@ CIFAR10 = Config(
     batch_size=64,
     augment="crop-flip",
 )
-CIFAR10_RMS = CIFAR10.replace(optimizer="rmsprop", lr=0.001)
+CIFAR10_RMS = CIFAR10.replace(optimizer="rmsprop", lr=0.001, batch_size=128)
 CIFAR10_STOPPED = CIFAR10_RMS.replace(norm="none", early_stopping=8, validation=5000)
 CIFAR10_ADAM = CIFAR10.replace(optimizer="adam", lr=0.001, lambdas="normal", batch_size=128)
 SVHN = CIFAR10.replace(data="svhn", lr=0.08, epochs=80)
