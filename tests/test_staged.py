@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from cpnorm import canonical_norm, fold
 from cpnorm.factorize import choose_forms, factorize
+from cpnorm.lab.models import alexnet
+from cpnorm.lab.paper import paper_ranks
 from cpnorm.layers import CPConv1d, CPConv2d, CPConvTranspose2d, CPLayer, CPLinear
-from cpnorm.staged import PATCHES, STAGE, behind_of, lines_of, put_closings, put_stages
+from cpnorm.staged import PATCHES, STAGE, behind_of, kernels_are_right, lines_of, put_closings, put_stages
 from cpnorm.stages import Closing, Opening, Stage
 from laws import close
 from ways import INTERPRETED, WAYS, device, full_precision  # noqa: F401 (a fixture)
@@ -701,6 +703,48 @@ def test_a_race_with_kernels(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         close(choice.apply(model)(x), model(x), 1e-4)
         close(factorize(model, x, kernels=True)(x), model(x), 1e-4)
+
+
+def test_kernels_that_compute_something_else_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the model's output does not show it, since most of it comes from a bias."""
+    model = small_network()
+    with torch.no_grad():
+        next(layer for layer in reversed(list(model.modules())) if isinstance(layer, CPLinear)).bias.fill_(1e4)
+    assert kernels_are_right(staged(model, image())[0], image().double())
+
+    def runners_with(kind: type[Stage | Closing], by_kernel: Callable[[Any, Tensor], Tensor]) -> list[Hashable]:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.modules["cpnorm.stages"], "runs_kernel", lambda *_: True)
+            patch.setattr(Stage, "_by_kernel", Stage._by_torch)
+            patch.setattr(Closing, "_by_kernel", Closing.by_torch)
+            patch.setattr(kind, "_by_kernel", by_kernel)
+            runners = raced("torch", patch, wins="dense")
+            choose_forms(model, image(), measure=False).with_kernels(model, image())
+        return runners
+
+    everyone = runners_with(Stage, Stage._by_torch)
+    assert CANDIDATES[128] in everyone
+    with pytest.warns(UserWarning, match="terms are left out: they do not compute what torch does"):
+        left = runners_with(Stage, lambda stage, x: (1.1 if stage.patches else 1) * stage._by_torch(x))
+    assert left == [one for one in everyone if PATCHES not in one]
+    with pytest.warns(UserWarning, match="up to [0-9]+ terms are left out: they"):
+        left = runners_with(Closing, lambda closing, x: closing.by_torch(x).roll(1, 1))
+    assert CANDIDATES[0] not in left
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [64, 1024])
+@pytest.mark.parametrize("rate", [75, 90, 95, 99])
+def test_tiles_as_large_as_those_of_real_networks(rate: int, batch: int) -> None:
+    """With many pixels kernels are compiled to other instructions: warps multiply in groups."""
+    ranks = {name: max(1, rank - rank * rate // 100) for name, rank in paper_ranks("alexnet").items()}
+    model = canonical_norm(alexnet(), ranks, "kaiming_normal").cuda().bfloat16().eval()
+    put_stages(model, ALL)
+    for _ in range(3):
+        x = torch.randn(batch, 3, 32, 32, device="cuda", dtype=torch.bfloat16)
+        assert kernels_are_right(model, x)
+        with torch.no_grad():
+            assert torch.equal(model(x), model(x))
 
 
 @pytest.mark.gpu

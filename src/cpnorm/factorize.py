@@ -23,7 +23,7 @@ from cpnorm.layers import CPLayer
 from cpnorm.plain import has_layouts, lighten_relus, plain_copy, slice_pools, with_layout
 from cpnorm.race import race
 from cpnorm.stage_launch import HAS_TRITON, within_reach
-from cpnorm.staged import PATCHES, STAGE, put_closings, put_stages
+from cpnorm.staged import PATCHES, STAGE, kernels_are_right, put_closings, put_stages
 from cpnorm.stages import WIDEST
 
 Goal = Literal["time", "weights"]
@@ -138,6 +138,8 @@ class Factorization:
             try:
                 if not _computes_as(twin.eval(), dense, example_input):
                     continue
+                if not kernels_are_right(twin, example_input):
+                    raise ArithmeticError("they do not compute what torch does")
             except Exception as error:  # a GPU that kernels are not made for says so in many ways
                 warnings.warn(f"kernels for layers of up to {limit} terms are left out: {error}", stacklevel=2)
                 continue

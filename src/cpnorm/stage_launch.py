@@ -16,6 +16,7 @@ ALIGNMENT = 16  # terms that tensor cores take at once
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
 H200_SHARED = 227 * 1024  # bytes of memory that a program's threads share
 FEW_PIXELS = 4096  # too few for large tiles
+WARPGROUP_TILE = 64  # pixels from which on a Hopper GPU's warps multiply in groups
 CLOSING_BLOCK = 1024  # numbers that one program writes
 HAS_TRITON = find_spec("triton") is not None
 
@@ -253,7 +254,10 @@ def _blocks(pixels: int, channels: int, terms: int, following: int, pool: bool, 
         tile, chunk, warps = (64, 64, 4) if terms <= 64 else (128, 32, 8) if terms <= 128 else (32, 64, 8)
     if itemsize > 2:
         tile, chunk = max(16, tile // 2), chunk // 2
-    chunk = min(chunk, max(16, _power_of_2(channels)))
+    # Large tiles that go on to terms take two turns even where one would do: ptxas 12.8, which comes with triton 3.6,
+    # makes code without turns read a register that nobody has written.
+    turns = 2 if following and tile >= WARPGROUP_TILE else 1
+    chunk = min(chunk, max(16, _power_of_2(channels) // turns))
     while chunk > 16 and (terms + following) * chunk * itemsize > 2**16:
         chunk //= 2
     stages = min(3, max(2, 3 * 2**15 // ((terms + following) * chunk * itemsize)))

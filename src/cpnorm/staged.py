@@ -9,12 +9,13 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from cpnorm.calls import has_hooks
+from cpnorm.calls import Inputs, has_hooks, run
 from cpnorm.layers import CPConv2d, CPLayer, CPLinear
 from cpnorm.plain import DROPOUTS, halves_maps
 from cpnorm.stages import Closing, Stage, opening_of, stage_of, takes
 
 STAGE, PATCHES = "stage", "patches"
+ROUNDING = 0.03  # of a stage's output: bfloat16 is off by 0.005, one of sixteen terms left out by 0.25
 
 
 class Place(NamedTuple):
@@ -148,6 +149,27 @@ def scale_and_shift(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
     if norm.weight is not None:
         scale = scale * norm.weight
     return scale, -mean * scale if norm.bias is None else norm.bias - mean * scale
+
+
+def kernels_are_right(model: nn.Module, example_input: Inputs) -> bool:
+    """Whether every stage and closing makes of what it gets what torch's operations make of it, up to rounding.
+
+    What a compiler made wrong may not show in the model's output, most of which may come from biases.
+    """
+    right: list[bool] = []
+
+    def compare(stage: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        wanted = cast(Stage | Closing, stage).by_torch(*inputs).double()
+        right.append(bool((output.double() - wanted).norm() <= ROUNDING * wanted.norm()))
+
+    stages = [module for module in model.modules() if isinstance(module, Stage | Closing)]
+    handles = [stage.register_forward_hook(compare) for stage in stages]
+    try:
+        run(model, example_input)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return all(right)
 
 
 # --- lines --------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ with few terms left, to write and read the channels is what takes the time.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -71,16 +72,18 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """As the class says; by the kernel where that is possible, else by torch's operations."""
-        if self.taps is None and not self.patches:
-            y = self._run(x.reshape(-1, 1, 1, x.shape[-1]))
-            return y.reshape(*x.shape[:-1], y.shape[-1])
-        y = self._run(x)
-        return y.movedim(-1, 1) if self.into is None else y
+        return self._in_shape(x, self._by_kernel if runs_kernel(x, self.out) else self._by_torch)
 
-    def _run(self, x: Tensor) -> Tensor:  # -> (N, H2, W2, O or R2)
-        if not runs_kernel(x, self.out):
-            return self._by_torch(x)
-        return self._by_kernel(x if self.patches else x.contiguous())
+    def by_torch(self, x: Tensor) -> Tensor:
+        """The same by torch's operations."""
+        return self._in_shape(x, self._by_torch)
+
+    def _in_shape(self, x: Tensor, way: Callable[[Tensor], Tensor]) -> Tensor:  # a way ends at (N, H2, W2, O or R2)
+        if self.taps is None and not self.patches:
+            y = way(x.reshape(-1, 1, 1, x.shape[-1]))
+            return y.reshape(*x.shape[:-1], y.shape[-1])
+        y = way(x)
+        return y.movedim(-1, 1) if self.into is None else y
 
     def _by_torch(self, x: Tensor) -> Tensor:
         where = (self.stride, self.padding, self.dilation)
@@ -104,6 +107,7 @@ class Stage(nn.Module):
         launch = torch.ops.cpnorm.stage if torch.compiler.is_compiling() else launch_stage
         moves = (*self.kernel, *self.stride, *self.padding, *self.dilation)
         what = moves, self.relu, self.pool, self.patches, self.blocks or ()
+        x = x if self.patches else x.contiguous()
         return cast(Tensor, launch(x, self.taps, self.out, self.bias, self.into, *what))
 
     def extra_repr(self) -> str:
@@ -151,9 +155,10 @@ class Closing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """By the kernel where that is possible, else by torch's operations."""
-        return self._by_kernel(x) if x.ndim == 4 and runs_kernel(x, self.bias) else self._by_torch(x)
+        return self._by_kernel(x) if x.ndim == 4 and runs_kernel(x, self.bias) else self.by_torch(x)
 
-    def _by_torch(self, x: Tensor) -> Tensor:
+    def by_torch(self, x: Tensor) -> Tensor:
+        """By torch's operations."""
         if self.pool:
             x = F.max_pool2d(x, 2)
         if self.bias is not None:
