@@ -264,7 +264,7 @@ def test_compiled_tests_without_a_gpu(
     for rank in (16, 9):
         step = Trainer(LOW_RANK.replace(rank=rank), images, Options(device="cpu")).step
         step.test_ahead = WeightsAhead(dict.fromkeys(step.layers, "rebuild"), "fp32", rebuilt_weight)
-        expected = step.tested(*several)
+        expected = step.tested(step.model, *several)
         assert expected[2] == 60
         torch.testing.assert_close(step.tested_fast(*several), expected, rtol=0, atol=0)
         assert counter.frame_count == (0 if rank == 16 else 1)

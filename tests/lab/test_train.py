@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import torch
 import cpnorm
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet, load
+from cpnorm.lab.portrait import explore
 from cpnorm.lab.runs import RunError, RunFolder
 from cpnorm.lab.setup import learning_rate, make_optimizer
 from cpnorm.lab.train import Options, Stop, Trainer, drive, fit
@@ -304,3 +306,20 @@ def test_two_processes_give_the_result_of_one(tmp_path: Path) -> None:
 def test_lenet_learns_mnist_in_an_epoch() -> None:
     config = Config(model="lenet", data="mnist", init="exact", optimizer="adam", lr=0.001, schedule="cosine", epochs=1)
     assert fit(config).record()["final"] > 97.5
+
+
+def test_the_explorer_s_accuracies_are_those_of_truncated_networks(digits: ImageSet) -> None:
+    trainer = Trainer(TINY, digits, Options(device="cpu"))
+    drive([(trainer, None)])
+    whole = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    found = explore(trainer)
+    expected = []
+    for rate in found["rates"]:
+        small = copy.deepcopy(trainer.model).eval()
+        cpnorm.truncate(small, rate=rate)
+        with torch.no_grad():
+            answers = small(trainer.prepare(digits.test_images)).argmax(1)
+        expected.append(100 * (answers == digits.test_labels).double().mean().item())
+    assert found["accuracy"] == pytest.approx(expected, abs=0.01)
+    assert found["accuracy"][0] > found["accuracy"][-1] + 10
+    assert all(torch.equal(value, whole[name]) for name, value in trainer.model.state_dict().items())

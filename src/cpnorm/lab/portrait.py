@@ -43,10 +43,10 @@ def explore(trainer: Trainer) -> dict[str, Any]:
     whole = trainer.model
     accuracies = []
     for rate in EXPLORED_RATES:
-        trainer.model = copy.deepcopy(whole)
-        cpnorm.truncate(trainer.model, rate=rate)
-        accuracies.append(round(trainer.evaluate(trainer.data.test_images, trainer.data.test_labels)[1], 2))
-    trainer.model = whole
+        small = copy.deepcopy(whole)
+        cpnorm.truncate(small, rate=rate)
+        _, accuracy = trainer.evaluate(trainer.data.test_images, trainer.data.test_labels, small)
+        accuracies.append(round(accuracy, 2))
     flops = term_flops(whole, trainer.prepare(trainer.data.test_images[:1]))
     layers = {}
     for name, layer in cpnorm.canonical_layers(whole).items():

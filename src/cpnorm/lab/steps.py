@@ -212,27 +212,29 @@ class Step:
                     self._take_notice()
                     if self.test_ahead:
                         self.test_ahead.hold()
-                    return self.tested(images, labels, compiled_loss())
+                    return self.tested(self.model, images, labels, compiled_loss())
             except Exception as error:  # as in _capture
                 self.test_compiled = False
                 log.warning("tests not compiled: %s", "; ".join(str(error).split("\n")[:3]) or repr(error))
             finally:
                 if self.test_ahead:
                     self.test_ahead.release()
-        return self.tested(images, labels)
+        return self.tested(self.model, images, labels)
 
     @torch.no_grad()
-    def tested(self, images: Tensor, labels: Tensor, loss_function: Loss = batch_loss) -> Tensor:  # (3,)
+    def tested(
+        self, model: nn.Module, images: Tensor, labels: Tensor, loss_function: Loss = batch_loss
+    ) -> Tensor:  # (3,)
         """Loss, right answers and images, summed on the device and over the processes of a run."""
         mean, std, *_ = self.recipe
         recipe = (mean, std, "none", 0.0, self.precision)
         order, nowhere = torch.arange(len(labels), device=self.device), torch.zeros_like(self.cursor)
         sums = torch.zeros_like(self.sums)
-        self.model.eval()
+        model.eval()
         for part in order[self.rank :: self.world].split(TEST_BATCH):
             function = loss_function if len(part) == TEST_BATCH else batch_loss  # one size is compiled
-            sums += function(self.model, images, labels, order, nowhere, part, *recipe)[1]
-        self.model.train()
+            sums += function(model, images, labels, order, nowhere, part, *recipe)[1]
+        model.train()
         if self.world > 1:
             torch.distributed.all_reduce(sums)
         return sums

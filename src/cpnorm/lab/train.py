@@ -182,9 +182,9 @@ class Trainer:
         losses = [line.get("validation_loss", line["loss"]) for line in self.history]
         return min(losses[-patience:]) >= min(losses[:-patience])
 
-    def evaluate(self, images: Tensor, labels: Tensor) -> tuple[float, float]:
-        """Mean loss and accuracy in percent."""
-        return means(self.step.tested(images, labels).tolist())
+    def evaluate(self, images: Tensor, labels: Tensor, model: nn.Module | None = None) -> tuple[float, float]:
+        """Mean loss and accuracy in percent, of the run's model or of another on its device."""
+        return means(self.step.tested(self.model if model is None else model, images, labels).tolist())
 
     def prepare(self, images: Tensor) -> Tensor:  # (N, C, H, W) uint8 -> float
         """Normalised, in the layout the device likes."""
