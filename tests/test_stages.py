@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -539,24 +541,44 @@ def test_triton_looks_at_arguments_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     kernel, room = CountingKernel(), torch.zeros(64)
     constants, options = {"relu": True, "terms": 16}, {"num_warps": 4}
-
-    def start(x: Tensor, size: int = 5, **others: int) -> None:
-        stage_launch._start(kernel, 7, (x, None), (size, (3, 1)), constants | others, options)
-
+    plan = stage_launch.Plan((1,), 7, (5, (3, 1)), constants, options, [])
     for _ in range(3):
-        start(room[:8])
+        stage_launch._start(kernel, plan, (room[:8], None))
     (programs, arguments, named), *others = kernel.looked
     assert (programs, arguments[1:], named, others) == ((7,), (None, 5, (3, 1)), constants | options, [])
-    start(room[16:24])  # elsewhere, and at a multiple of 16 bytes as well
+    stage_launch._start(kernel, plan, (room[16:24], None))  # elsewhere, and at a multiple of 16 bytes as well
     assert [programs for programs, _ in kernel.started] == [(7, 1, 1)] * 3
     assert kernel.started[-1][1][0].data_ptr() == room[16:].data_ptr()
     assert kernel.started[-1][1][1:] == (None, 5, (3, 1), True, 16)
-    start(room[1:9])
-    start(room[:8].double())
-    start(room[:8], size=16)
-    start(room[:8], terms=32)
-    assert len(kernel.looked) == 5
-    assert len(kernel.started) == 3
+    stage_launch._start(kernel, plan, (room[1:9], None))
+    stage_launch._start(kernel, plan, (room[:8], room[:8].double()))
+    assert (len(kernel.looked), len(kernel.started), len(plan.compiled)) == (3, 3, 1)
+    stage_launch._start(kernel, plan._replace(programs=0), (room[:8], None))
+    stage_launch._start(kernel, plan._replace(compiled=[]), (room[1:9], None))
+    assert (len(kernel.looked), len(kernel.started), len(plan.compiled)) == (4, 3, 1)
+
+
+def test_what_is_compiled_anew_has_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a kernel's code depends on, beside where tensors lie."""
+    plans: list[stage_launch.Plan] = []
+    monkeypatch.setitem(sys.modules, "cpnorm.stage_kernels", SimpleNamespace(stage=None, closing=None))
+    monkeypatch.setattr(stage_launch, "_start", lambda kernel, plan, tensors: plans.append(plan))
+    monkeypatch.setattr(sys.modules["cpnorm.stages"], "runs_kernel", lambda *_: True)
+    first, second = conv(3, 8, 3, rank=4, padding=1), conv(8, 20, 3, rank=17)
+    x = torch.randn(2, 3, 8, 8)
+    turned = x.contiguous(memory_format=torch.channels_last)
+    for options in ({}, {"relu": True}, {"pool": True}, {"following": second}, {"following": conv(8, 4, 1, rank=2)}):
+        for image in (x, turned, x[:1], x.half()):
+            stage_of(first, patches=True, **options).to(image.dtype)(image)
+        stage_of(first, **options)(torch.randn(2, 6, 6, 16))
+    stage_of(conv(3, 8, 3, rank=4, padding=1, bias=False))(torch.randn(2, 6, 6, 16))
+    stage_of(conv(3, 8, 3, rank=4, padding=1, stride=2))(torch.randn(2, 6, 6, 16))
+    for bias, relu, pool in itertools.product((None, torch.ones(3)), (False, True), (False, True)):
+        for image in (x, turned, x[:1], x.half()):
+            Closing(None if bias is None else bias.to(image.dtype), relu=relu, pool=pool)(image)
+    assert len({id(plan.compiled) for plan in plans}) == len(plans) == 5 * 5 + 2 + 8 * 4
+    Closing(None, relu=False, pool=False)(x + 1)
+    assert plans[-1].compiled is plans[27].compiled
 
 
 @NEEDS_TRITON
@@ -564,9 +586,9 @@ def test_constants_stand_in_the_order_of_the_kernels(monkeypatch: pytest.MonkeyP
     """For a compiled kernel takes them by their place."""
     seen: dict[str, list[str]] = {}
 
-    def note(kernel: Any, programs: int, tensors: Any, numbers: Any, constants: Any, options: Any) -> None:
+    def note(kernel: Any, plan: stage_launch.Plan, tensors: Any) -> None:
         names = list(inspect.signature(kernel.fn).parameters)
-        assert names[len(tensors) + len(numbers) :] == list(constants)
+        assert names[len(tensors) + len(plan.numbers) :] == list(plan.constants)
         seen[kernel.__name__] = names
 
     monkeypatch.setattr(stage_launch, "_start", note)

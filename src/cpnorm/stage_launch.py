@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -58,30 +58,34 @@ def launch_stage(
     """What ``Stage`` computes, by the kernel."""
     from cpnorm.stage_kernels import stage
 
+    kind = x.shape, x.stride(), x.dtype, x.device, taps is None, bias is None
     following = 0 if into is None else into.shape[1]
     tf32 = x.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
-    memory = x.element_size(), _shared_memory(x.device)
-    plan = _plan(x.shape, out.shape, following, tuple(moves), relu, pool, patches, tuple(blocks), tf32, *memory)
+    plan = _plan(*kind, out.shape, following, tuple(moves), relu, pool, patches, tuple(blocks), tf32)
     y = x.new_empty(plan.output)
-    if plan.programs:
-        tensors, numbers = (x, taps, out, bias, into, y), (*plan.numbers, x.stride())
-        _start(stage, plan.programs, tensors, numbers, plan.constants, plan.options)
+    _start(stage, plan, (x, taps, out, bias, into, y))
     return y
 
 
 class Plan(NamedTuple):
-    """How often the kernel is to run, and with which numbers and constants."""
+    """How often a kernel is to run, and with what beside tensors; of inputs of one size, one layout and one kind."""
 
     output: tuple[int, ...]  # its shape
     programs: int
-    numbers: tuple[int, ...]
+    numbers: tuple[Any, ...]
     constants: dict[str, Any]  # in the kernel's order
     options: dict[str, int]
+    compiled: list[Any]  # the kernel, once there is one
 
 
 @lru_cache(maxsize=1024)  # to reckon it takes longer than to start a kernel
 def _plan(
     shape: torch.Size,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    no_taps: bool,
+    no_bias: bool,
     weight: torch.Size,
     following: int,
     moves: tuple[int, ...],
@@ -90,8 +94,6 @@ def _plan(
     patches: bool,
     blocks: tuple[int, ...],
     tf32: bool,
-    itemsize: int,
-    shared: int,
 ) -> Plan:
     kernel, stride, padding, dilation = (moves[i : i + 2] for i in range(0, 8, 2))
     (width, channels), terms = weight, shape[1] * math.prod(kernel) if patches else shape[-1]
@@ -102,8 +104,8 @@ def _plan(
     output = (shape[0], *after, following or channels)
     count = math.prod(output[:-1])
     term_block, following_block = _power_of_2(width), _power_of_2(following) if following else 0
-    sizes_of_work = count, channels, term_block, following_block, pool, itemsize, shared
-    cut = Blocks(*blocks) if blocks else _blocks(*sizes_of_work)
+    memory = dtype.itemsize, _shared_memory(device)
+    cut = Blocks(*blocks) if blocks else _blocks(count, channels, term_block, following_block, pool, *memory)
     each = -(-channels // cut.channels) * cut.channels if following else cut.each
     constants = {
         "kernel": kernel,
@@ -124,8 +126,8 @@ def _plan(
         "following_block": following_block,
         "precision": "tf32" if tf32 else "ieee",
     }
-    options = {"num_warps": cut.warps, "num_stages": cut.stages}
-    return Plan(output, -(-count // cut.pixels) * -(-channels // each), (count, *sizes, *after), constants, options)
+    programs, numbers = -(-count // cut.pixels) * -(-channels // each), (count, *sizes, *after, strides)
+    return Plan(output, programs, numbers, constants, {"num_warps": cut.warps, "num_stages": cut.stages}, [])
 
 
 def _sizes_after(sizes: Sequence[int], moves: Sequence[int], pool: bool) -> list[int]:
@@ -159,24 +161,36 @@ def launch_closing(x: Tensor, bias: Tensor | None, relu: bool, pool: bool) -> Te
     from cpnorm.stage_kernels import closing
 
     y = _closing_output(x, bias, relu, pool)
-    if y.numel() == 0:
-        return y
-    _, channels, height, width = y.shape
-    last = _lies_channels_last(x)
-    inner = channels if last else width
-    count, inner_block = y.numel() // inner, min(128, _power_of_2(inner))
-    outer_block = CLOSING_BLOCK // inner_block
+    _start(closing, _closing_plan(x.shape, x.stride(), x.dtype, x.device, bias is None, relu, pool), (x, bias, y))
+    return y
+
+
+@lru_cache(maxsize=1024)
+def _closing_plan(
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    no_bias: bool,
+    relu: bool,
+    pool: bool,
+) -> Plan:
+    images, channels, height, width = shape
+    if pool:
+        height, width = height // 2, width // 2
+    last = _lies_channels_last(shape, strides)
+    outer, inner = (images * height * width, channels) if last else (images * channels * height, width)
+    inner_block = min(128, _power_of_2(max(1, inner)))
     constants = {
         "channels": channels,
         "channels_last": last,
         "relu": relu,
         "pool": pool,
-        "outer_block": outer_block,
+        "outer_block": CLOSING_BLOCK // inner_block,
         "inner_block": inner_block,
     }
-    programs = -(-count // outer_block) * -(-inner // inner_block)
-    _start(closing, programs, (x, bias, y), (count, height, width, x.stride()), constants, {})
-    return y
+    programs = -(-outer // constants["outer_block"]) * -(-inner // inner_block)
+    return Plan((images, channels, height, width), programs, (outer, height, width, strides), constants, {}, [])
 
 
 def _closing_output(x: Tensor, bias: Tensor | None, relu: bool, pool: bool) -> Tensor:
@@ -185,41 +199,30 @@ def _closing_output(x: Tensor, bias: Tensor | None, relu: bool, pool: bool) -> T
     after = [n // 2 for n in size] if pool else size
     if min(after) < 1:
         raise ValueError(f"expected maps of 2 x 2 and more before a pooling, got {tuple(size)}")
-    layout = torch.channels_last if _lies_channels_last(x) else torch.contiguous_format
+    layout = torch.channels_last if _lies_channels_last(x.shape, x.stride()) else torch.contiguous_format
     return torch.empty(images, channels, *after, dtype=x.dtype, device=x.device, memory_format=layout)
 
 
-def _start(
-    kernel: Any,
-    programs: int,
-    tensors: Sequence[Tensor | None],
-    numbers: tuple[Any, ...],
-    constants: Mapping[str, Any],
-    options: Mapping[str, int],
-) -> None:
+def _start(kernel: Any, plan: Plan, tensors: Sequence[Tensor | None]) -> None:
     """Start a kernel; triton looks at its arguments the first time only, since a look takes longer than most kernels.
 
-    What it compiles depends on the numbers, the kinds of tensors and whether they lie at multiples of 16.
+    It compiles by the tensors' kinds and by whether they lie at multiples of 16 bytes, which they do but for slices.
     """
-    kinds = (None if t is None else (t.dtype, t.device, t.data_ptr() % 16 == 0) for t in tensors)
-    compiled = _compiled(kernel.__name__, numbers, *constants.values(), *options.values(), *kinds)
-    with torch.cuda.device_of(tensors[0]):
-        if compiled:
-            compiled[0][programs, 1, 1](*tensors, *numbers, *constants.values())
-        else:
-            made = kernel[programs,](*tensors, *numbers, **constants, **options)
-            if made is not None and torch.version.cuda:  # in the interpreter there is none; AMD's depend on more
-                compiled.append(made)
+    if not plan.programs:
+        return
+    x = cast(Tensor, tensors[0])
+    usual = all(t is None or (t.data_ptr() % 16 == 0 and t.dtype == x.dtype) for t in tensors)
+    with torch.cuda.device_of(x):
+        if usual and plan.compiled:
+            plan.compiled[0][plan.programs, 1, 1](*tensors, *plan.numbers, *plan.constants.values())
+            return
+        made = kernel[plan.programs,](*tensors, *plan.numbers, **plan.constants, **plan.options)
+    if usual and made is not None and torch.version.cuda:  # in the interpreter there is none; AMD's depend on more
+        plan.compiled.append(made)
 
 
-@lru_cache(maxsize=1024)
-def _compiled(*like: Any) -> list[Any]:
-    """Room for the one kernel compiled for arguments like these."""
-    return []
-
-
-def _lies_channels_last(x: Tensor) -> bool:
-    return x.stride(1) == 1 and x.shape[1] > 1
+def _lies_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    return strides[1] == 1 and shape[1] > 1
 
 
 # For the compiler, which has no need to look inside.

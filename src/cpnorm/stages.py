@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -69,21 +69,22 @@ class Stage(nn.Module):
             self.register_buffer(name, None if value is None else value.detach().contiguous())
         self.kernel, self.stride, self.padding, self.dilation = kernel, stride, padding, dilation
         self.relu, self.pool, self.patches = relu, pool, patches
+        self.rows = taps is None and not patches
 
     def forward(self, x: Tensor) -> Tensor:
         """As the class says; by the kernel where that is possible, else by torch's operations."""
-        return self._in_shape(x, self._by_kernel if runs_kernel(x, self.out) else self._by_torch)
+        return self._in_shape(x, self._by_kernel if runs_kernel(x, self._buffers["out"]) else self._by_torch)
 
     def by_torch(self, x: Tensor) -> Tensor:
         """The same by torch's operations."""
         return self._in_shape(x, self._by_torch)
 
     def _in_shape(self, x: Tensor, way: Callable[[Tensor], Tensor]) -> Tensor:  # a way ends at (N, H2, W2, O or R2)
-        if self.taps is None and not self.patches:
+        if self.rows:
             y = way(x.reshape(-1, 1, 1, x.shape[-1]))
             return y.reshape(*x.shape[:-1], y.shape[-1])
         y = way(x)
-        return y.movedim(-1, 1) if self.into is None else y
+        return y.movedim(-1, 1) if self._buffers["into"] is None else y
 
     def _by_torch(self, x: Tensor) -> Tensor:
         where = (self.stride, self.padding, self.dilation)
@@ -107,15 +108,16 @@ class Stage(nn.Module):
         launch = torch.ops.cpnorm.stage if torch.compiler.is_compiling() else launch_stage
         moves = (*self.kernel, *self.stride, *self.padding, *self.dilation)
         what = moves, self.relu, self.pool, self.patches, self.blocks or ()
-        x = x if self.patches else x.contiguous()
-        return cast(Tensor, launch(x, self.taps, self.out, self.bias, self.into, *what))
+        own = cast(dict[str, Any], self._buffers)  # found faster than as attributes
+        weights = own["taps"], own["out"], own["bias"], own["into"]
+        return cast(Tensor, launch(x if self.patches else x.contiguous(), *weights, *what))
 
     def extra_repr(self) -> str:
         """What it is made of."""
-        opening = "patches" if self.patches else "terms" if self.taps is not None else "rows"
+        opening = "patches" if self.patches else "rows" if self.rows else "terms"
         steps = [str(len(self.out)), str(self.out.shape[1]), *([] if self.into is None else [str(self.into.shape[1])])]
         parts = [f"{opening} {' -> '.join(steps)}", *(name for name in ("relu", "pool") if getattr(self, name))]
-        return ", ".join([*parts, *([] if self.taps is None and not self.patches else [f"kernel={self.kernel}"])])
+        return ", ".join([*parts, *([] if self.rows else [f"kernel={self.kernel}"])])
 
 
 class Opening(nn.Module):
