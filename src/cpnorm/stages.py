@@ -106,11 +106,11 @@ class Stage(nn.Module):
 
     def _by_kernel(self, x: Tensor) -> Tensor:
         launch = torch.ops.cpnorm.stage if torch.compiler.is_compiling() else launch_stage
-        moves = (*self.kernel, *self.stride, *self.padding, *self.dilation)
-        what = moves, self.relu, self.pool, self.patches, self.blocks or ()
-        own = cast(dict[str, Any], self._buffers)  # found faster than as attributes
+        own = self._buffers  # found faster than as attributes
         weights = own["taps"], own["out"], own["bias"], own["into"]
-        return cast(Tensor, launch(x if self.patches else x.contiguous(), *weights, *what))
+        moves = (*self.kernel, *self.stride, *self.padding, *self.dilation)
+        rest: tuple[Any, ...] = *weights, moves, self.relu, self.pool, self.patches, self.blocks or ()
+        return cast(Tensor, launch(x if self.patches else x.contiguous(), *rest))
 
     def extra_repr(self) -> str:
         """What it is made of."""
