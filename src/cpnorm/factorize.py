@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from cpnorm.alike import called_by_hand, computes_as, runs_channels_last, stays_the_same
 from cpnorm.arguments import expect
 from cpnorm.calls import Call, Inputs, calls_of, run
 from cpnorm.convert import canonical_layers, fold
@@ -30,7 +29,6 @@ Goal = Literal["time", "weights"]
 Way = tuple[bool, bool]  # in which layers were timed: channels last, captured as graphs
 
 GAIN = 0.95  # a chain must take less than this share of the dense layer's time: anything closer is noise
-ROUNDING = 0.05  # of the largest output: a network may run in bfloat16 inside, and a wrong way is farther off
 STAGED = (0, 64, 128, WIDEST)  # terms up to which layers are tried as stages; 0: none, only what is behind them
 HOPELESS = 2.0  # a chain modelled at more than this multiple of the cheapest is not timed
 
@@ -116,7 +114,7 @@ class Factorization:
             raise ValueError(f"kernels are for models on a GPU, got one on {device}")
         if not HAS_TRITON:
             raise ImportError("kernels need triton, which torch brings along for GPUs on Linux")
-        if _called_by_hand(copy.deepcopy(dense), example_input):
+        if called_by_hand(copy.deepcopy(dense), example_input):
             return self
         calls = calls_of(model, copy.deepcopy(dense), example_input)
         reason = "dense, with kernels around it"
@@ -124,7 +122,7 @@ class Factorization:
             name: layer if layer.form == "dense" else replace(layer, form="dense", reason=reason)
             for name, layer in self.layers.items()
         }
-        layout = _runs_channels_last(dense, example_input)
+        layout = runs_channels_last(dense, example_input)
         found: dict[Hashable, Factorization] = {}
         runs: dict[Hashable, Callable[[], object]] = {"dense": partial(run, dense, example_input)}
         found[()], runs[()] = self, partial(run, self.apply(model).eval(), example_input)
@@ -136,7 +134,7 @@ class Factorization:
             if not changed or key in found:
                 continue
             try:
-                if not _computes_as(twin.eval(), dense, example_input):
+                if not computes_as(twin.eval(), dense, example_input):
                     continue
                 if not kernels_are_right(twin, example_input):
                     raise ArithmeticError("they do not compute what torch does")
@@ -228,7 +226,7 @@ def choose_forms(
         raise ValueError(f"expected goal to be time or weights, got {goal!r}")
 
     dense = fold(copy.deepcopy(model)).eval()
-    layouts = (False, True) if _runs_channels_last(dense, example_input) else (False,)
+    layouts = (False, True) if runs_channels_last(dense, example_input) else (False,)
     device = next(dense.parameters()).device
     if captured and device.type != "cuda":
         raise ValueError(f"captured is for models on a GPU, got one on {device}")
@@ -251,85 +249,18 @@ def choose_forms(
             picks[way][name] = compared[key]
     for way, chosen in picks.items():
         plain = plain_copy(model, {name: layer.form for name, layer in chosen.items()}, channels_last=way[0]).eval()
-        if not _computes_as(plain, dense, example_input):
+        if not computes_as(plain, dense, example_input):
             if asked:
                 raise ValueError("the model computes something else in these forms: it treats layers by their class")
             reason = "the model treats layers by their class"
             picks[way] = {name: replace(layer, form="dense", reason=reason) for name, layer in chosen.items()}
-    free = not _called_by_hand(copy.deepcopy(dense), example_input)  # to put layers in other places
-    light_relus = free and _stays(dense, lighten_relus, example_input)
+    free = not called_by_hand(copy.deepcopy(dense), example_input)  # to put layers in other places
+    light_relus = free and stays_the_same(dense, lighten_relus, example_input)
     if not measure:
         return Factorization(picks[layouts[-1], captured], layouts[-1], light_relus, {})
-    sliceable = free and device.type == "cuda" and _stays(dense, slice_pools, example_input)
+    sliceable = free and device.type == "cuda" and stays_the_same(dense, slice_pools, example_input)
     whole_dense = goal == "time" and not asked
     return _race_models(model, dense, picks, light_relus, sliceable, captured, example_input, whole_dense)
-
-
-def _runs_channels_last(dense: nn.Module, example_input: Inputs) -> bool:
-    """Whether the model has something to gain from that layout, and can take it: ``view`` cannot flatten its maps."""
-    if not any(has_layouts(module) for module in dense.modules()):
-        return False
-    try:
-        run(with_layout(copy.deepcopy(dense), channels_last=True), example_input)
-    except RuntimeError:
-        run(dense, example_input)  # if it was something else, it is raised here
-        return False
-    return True
-
-
-def _computes_as(plain: nn.Module, dense: nn.Module, example_input: Inputs) -> bool:
-    """Whether it gives the dense model's outputs, up to rounding; nobody can tell of a model that draws at random."""
-    expected, again = (pytree.tree_leaves(run(dense, example_input)) for _ in range(2))
-    try:
-        outputs = pytree.tree_leaves(run(plain, example_input))
-    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError):
-        return False
-    for got, wanted, other in zip(outputs, expected, again, strict=True):
-        if isinstance(wanted, Tensor) and wanted.is_floating_point() and torch.equal(wanted, other) and wanted.numel():
-            size = wanted.double().nan_to_num(0, 0, 0).abs().amax().item()
-            near = got.shape == wanted.shape and torch.allclose(
-                got.double(), wanted.double(), rtol=0, atol=ROUNDING * size, equal_nan=True
-            )
-            if not near:
-                return False
-    return True
-
-
-def _called_by_hand(model: nn.Module, example_input: Inputs) -> bool:
-    """Whether somebody calls a layer of a Sequential outside of it, and may see what it makes."""
-    inside: Counter[nn.Module] = Counter()
-    found: list[nn.Module] = []
-    handles = []
-    for sequence in model.modules():
-        if isinstance(sequence, nn.Sequential):
-
-            def enter(module: nn.Module, _: Any) -> None:
-                inside[module] += 1
-
-            def leave(module: nn.Module, *_: Any) -> None:
-                inside[module] -= 1
-
-            def called(layer: nn.Module, _: Any, sequence: nn.Module = sequence) -> None:
-                if not inside[sequence]:
-                    found.append(layer)
-
-            handles += [sequence.register_forward_pre_hook(enter), sequence.register_forward_hook(leave)]
-            handles += [layer.register_forward_pre_hook(called) for layer in sequence]
-    try:
-        run(model, example_input)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return bool(found)
-
-
-def _stays(dense: nn.Module, change: Callable[[nn.Module], bool], example_input: Inputs) -> bool:
-    """Whether the outputs stay what they are: another reader of what light ReLUs overwrite would show."""
-    twin = copy.deepcopy(dense)
-    if not change(twin):
-        return False
-    outputs = (pytree.tree_leaves(run(model, example_input)) for model in (dense, twin))
-    return all(not isinstance(y, Tensor) or torch.equal(y, z) for y, z in zip(*outputs, strict=True))
 
 
 def _run_all(layer: nn.Module, inputs: Iterable[Tensor]) -> None:
