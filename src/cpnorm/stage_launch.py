@@ -78,7 +78,8 @@ class Plan(NamedTuple):
     compiled: list[Any]  # the kernel, once there is one
 
 
-@lru_cache(maxsize=1024)  # to reckon it takes longer than to start a kernel
+# To reckon a plan takes longer than to start a kernel. What it is not reckoned from decides what is compiled.
+@lru_cache(maxsize=1024)
 def _plan(
     shape: torch.Size,
     strides: tuple[int, ...],
