@@ -68,7 +68,6 @@ def _section(name: str, record: Mapping[str, Any]) -> list[str]:
         f"{hardware}; load {machine['load']}; {versions}; {record['date']}, commit {record['commit']}.",
     ]
     lines += [f"Left out: {peer}, {reason}." for peer, reason in record["left_out"].items()]
-    lines += [record["remark"]] if "remark" in record else []
     for file, caption in record["plots"].items():
         lines += ["", f"![{caption}](assets/{file})"]
     for caption, rows in record["tables"].items():
