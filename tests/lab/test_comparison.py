@@ -89,6 +89,15 @@ class TestVerdicts:
         assert entry.words.endswith("; 1 more diverged")
         assert entry.last.mean == pytest.approx(87.1)  # a diverged run does not pull the mean down, nor is it hidden
 
+    def test_a_run_that_never_learned_counts_and_is_named(self, tmp_path):
+        stuck, *others = lines("cifar10/none-sgd", 87.0)
+        records = records_of(tmp_path, [stuck | {"final": 10.0, "best": 10.0}, *others])
+        entry = comparison(records, "cifar10/none-sgd")
+        rest = [87.0 + d for d in SPREAD[1:]]
+        assert entry.last.mean == pytest.approx((10 + sum(rest)) / 8)
+        found = f"; 1 of them never learned, the others have {sum(rest) / 7:.2f} ± {stats.tstd(rest):.2f}"
+        assert entry.words.endswith(found)
+
 
 class TestWeights:
     def test_of_the_whole_network(self, tmp_path):
