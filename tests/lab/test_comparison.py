@@ -8,6 +8,7 @@ from scipy import stats
 
 import synthetic_results
 from cpnorm.lab import paper
+from cpnorm.lab.report.charts import curves
 from cpnorm.lab.report.claims import claims
 from cpnorm.lab.report.comparison import compare, exact_bound
 from cpnorm.lab.report.records import read_results
@@ -90,13 +91,17 @@ class TestVerdicts:
         assert entry.last.mean == pytest.approx(87.1)  # a diverged run does not pull the mean down, nor is it hidden
 
     def test_a_run_that_never_learned_counts_and_is_named(self, tmp_path):
-        stuck, *others = lines("cifar10/none-sgd", 87.0)
-        records = records_of(tmp_path, [stuck | {"final": 10.0, "best": 10.0}, *others])
+        stuck, *others = lines("cifar10/none-sgd", 87.0, curve=[50.0, 87.0])
+        flat = {"final": 10.0, "best": 10.0, "curve": {"test_accuracy": [10.0, 10.0]}}
+        records = records_of(tmp_path, [stuck | flat, *others])
         entry = comparison(records, "cifar10/none-sgd")
         rest = [87.0 + d for d in SPREAD[1:]]
         assert entry.last.mean == pytest.approx((10 + sum(rest)) / 8)
         found = f"; 1 of them never learned, the others have {sum(rest) / 7:.2f} ± {stats.tstd(rest):.2f}"
         assert entry.words.endswith(found)
+        drawing = curves("key", "Title", [("none", "s0", records.finished("cifar10/none-sgd"))])
+        assert "none (n = 7)" in drawing.svg
+        assert drawing.caption.endswith("Not drawn: 1 of the runs, which never learned.")
 
 
 class TestWeights:

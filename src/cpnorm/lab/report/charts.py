@@ -10,7 +10,7 @@ from cpnorm.lab.paper import Row, Table
 from cpnorm.lab.report.comparison import Comparison, last_epochs
 from cpnorm.lab.report.document import Drawing
 from cpnorm.lab.report.plots import Plot, frame
-from cpnorm.lab.report.records import Records, Run
+from cpnorm.lab.report.records import Records, Run, that_learned
 from cpnorm.lab.report.statistics import mean_curve, summarize
 
 STYLES = {"none": "s0", "weight": "s1", "cp": "s2", "tai": "s3"}  # a method looks the same in every drawing
@@ -129,9 +129,9 @@ def convergence(table: Table, records: Records) -> list[Drawing]:
 def curves(key: str, title: str, series: Sequence[tuple[str, str, Sequence[Run]]]) -> Drawing | None:
     """Mean and band of each named set of runs."""
     lines = [
-        (f"{name} (n = {len(runs)})", style, mean_curve([run.curve for run in runs]))
+        (f"{name} (n = {len(shown)})", style, mean_curve([run.curve for run in shown]))
         for name, style, runs in series
-        if runs and all(run.curve for run in runs)
+        if (shown := that_learned(runs)) and all(run.curve for run in shown)
     ]
     if not lines:
         return None
@@ -159,6 +159,8 @@ def curves(key: str, title: str, series: Sequence[tuple[str, str, Sequence[Run]]
             plot.dot((1, summaries[0].mean), style, name)
             plot.name("circle", style, name)
     caption = f"{title}: mean and one standard deviation over the seeds, as far as all of them ran."
+    if left_out := sum(len(runs) - len(that_learned(runs)) for _, _, runs in series):
+        caption += f" Not drawn: {left_out} of the runs, which never learned."
     return Drawing(f"curve-{key}", plot.svg(), caption)
 
 

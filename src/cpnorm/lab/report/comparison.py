@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import median
 from typing import Literal
 
 from cpnorm.lab import paper
 from cpnorm.lab.paper import LayerRank, Published, Row, Table
-from cpnorm.lab.report.records import Records, Run
+from cpnorm.lab.report.records import Records, Run, that_learned
 from cpnorm.lab.report.statistics import Difference, Summary, summarize, welch
 
 PUBLISHED_RUNS = 8
@@ -45,7 +44,7 @@ def compare(row: Row, table: Table, records: Records) -> Comparison:
     of_best = welch(best, theirs) if best and theirs else None
     status, words = _verdict(published, last, difference, diverged)
     _, words_of_best = _verdict(published, best, of_best, 0)
-    words += _never_learned(runs) if last else ""
+    words += _never_learned(runs)
     weights = _weights(row, table, records)
     return Comparison(row, len(runs), diverged, last, best, weights, difference, of_best, status, words, words_of_best)
 
@@ -80,10 +79,8 @@ def _verdict(
 
 
 def _never_learned(runs: list[Run]) -> str:
-    """How many runs stayed far below the others, which pulls a mean where no run is; they count in it all the same."""
-    middle = median(run.best for run in runs if run.best is not None)
-    learned = [run for run in runs if run.best is not None and run.best > middle / 2]
-    others = last_epochs(learned)
+    """Such runs count in the mean, but are not hidden in it."""
+    others = last_epochs(learned := that_learned(runs))
     if others is None or others.sd is None or len(learned) == len(runs):
         return ""
     return f"; {len(runs) - len(learned)} of them never learned, the others have {others.mean:.2f} ± {others.sd:.2f}"

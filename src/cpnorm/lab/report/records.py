@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from cpnorm.lab.jsonfiles import parse_object, read_bytes, whole_lines
@@ -70,6 +71,12 @@ class Records:
     def all_runs(self) -> list[Run]:
         """Of all rows."""
         return [run for runs in self.runs.values() for run in runs]
+
+
+def that_learned(runs: Sequence[Run]) -> list[Run]:
+    """Those whose best epoch is not far below the others': a mean with one that is lies where no run does."""
+    middle = median(run.best or 0.0 for run in runs) if runs else 0.0
+    return [run for run in runs if (run.best or 0.0) > middle / 2]
 
 
 def read_results(folder: str | Path) -> Records:
