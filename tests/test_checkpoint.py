@@ -439,3 +439,11 @@ def test_a_loaded_layer_remembers_its_class(tmp_path: Path) -> None:
     save(attention, tmp_path / "attention.safetensors")
     loaded = load(tmp_path / "attention.safetensors", nn.MultiheadAttention(8, 2))
     assert type(fold(loaded).out_proj) is type(nn.MultiheadAttention(8, 2).out_proj)
+
+
+def test_a_path_that_is_none_is_not_written(tmp_path: Path) -> None:
+    layer = canonical_norm(nn.Linear(4, 3))
+    layer.path = "shortest"
+    with pytest.raises(ValueError, match="expected path to be one of auto, rebuild, factors, got 'shortest'"):
+        save(layer, tmp_path / "layer.safetensors")
+    assert not list(tmp_path.iterdir())

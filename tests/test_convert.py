@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 import cpnorm
 from laws import close
@@ -153,6 +154,7 @@ REFUSED = {
     "fraction": (network, {"rank": 1.5}, "expected 0 < rank fraction <= 1, got 1.5"),
     "rank word": (network, {"rank": "full"}, "expected a number or 'exact' as rank, got 'full'"),
     "unknown layer": (network, {"rank": {"conv": 3}}, "rank names layers that are not there to convert: conv"),
+    "a number as a name": (network, {"rank": {0: 3}}, "rank names layers that are not there to convert: 0"),
     "unknown modes": (network, {"modes": {"9": (1, 2)}}, "modes names layers"),
     "modes of a conv": (network, {"modes": {"0": (8, 27)}}, "expected modes of a linear layer"),
     "modes product": (network, {"modes": {"4": (10, 4, 4, 5)}}, "expected modes with product 640"),
@@ -225,7 +227,7 @@ def test_fold_brings_the_class_back():
 
 def test_a_parametrized_bias_is_in_the_way():
     layer = nn.Linear(4, 3)
-    nn.utils.parametrize.register_parametrization(layer, "bias", Twice())
+    parametrize.register_parametrization(layer, "bias", Twice())
     with pytest.raises(ValueError, match="parametrization"):
         cpnorm.canonical_norm(layer)
 
@@ -263,3 +265,40 @@ def test_folded_inside_autocast_the_precision_stays():
     with torch.autocast("cpu", torch.bfloat16):
         cpnorm.fold(layer)
     assert layer.weight.dtype == torch.float32
+
+
+def test_skip_takes_types_of_modules_around_layers() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.TransformerEncoderLayer(16, 2, 32))
+    cpnorm.canonical_norm(model, skip=nn.MultiheadAttention)
+    assert list(cpnorm.canonical_layers(model)) == ["0", "1.linear1", "1.linear2"]
+    cpnorm.truncate(model, ranks=3, skip=nn.TransformerEncoderLayer)
+    assert [layer.rank for layer in cpnorm.canonical_layers(model).values()] == [3, 16, 16]
+
+
+def test_nan_is_not_taken_for_zero() -> None:
+    """A divergence stays one: it is not renormalised away."""
+    layer = cpnorm.canonical_norm(nn.Linear(4, 3))
+    with torch.no_grad():
+        layer.factors[0][0, 1] = float("nan")
+        layer.factors[1][:, 2] = 0.0
+    cpnorm.renormalize(layer)
+    assert layer.factors[0][:, 1].isnan().all()
+    assert layer.weight.isnan().all()
+    assert layer.lambdas[2] == 0
+    assert layer.lambdas[1] != 0
+
+
+def test_pruned_and_parametrized_lambdas_are_refused() -> None:
+    for change in (
+        lambda layer: prune.l1_unstructured(layer, "lambdas", amount=0.5),
+        lambda layer: parametrize.register_parametrization(layer, "lambdas", nn.Identity()),
+    ):
+        model = cpnorm.canonical_norm(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+        change(model[1])
+        x, keys = torch.randn(2, 8), list(model.state_dict())
+        expected = model(x)
+        for act in (cpnorm.fold, lambda model: cpnorm.truncate(model, rate=0.5)):
+            with pytest.raises(ValueError, match="got pruned or parametrized in 1"):
+                act(model)
+        assert list(model.state_dict()) == keys
+        assert torch.equal(model(x), expected)

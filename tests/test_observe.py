@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -148,3 +150,33 @@ def test_a_dict_holds_arguments_by_name() -> None:
     assert cpnorm.summary(model, inputs).layers[0].flops > 0
     targets = torch.zeros(2, dtype=torch.long)
     cpnorm.truncate(model, ranks=2, criterion="taylor", data=[(inputs, targets)], loss_function=F.cross_entropy)
+
+
+def test_mappings_of_any_make_are_arguments_by_name() -> None:
+    """As tokenizers return them."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.layer(x) * mask
+
+    inputs = UserDict(x=torch.randn(3, 4), mask=torch.ones(3, 1))
+    model = cpnorm.canonical_norm(Two())
+    assert cpnorm.summary(model, inputs).layers[0].path is not None
+    cpnorm.truncate(model, rate=0.5, refit="outputs", data=[(inputs, torch.zeros(3))])
+    small = cpnorm.factorize(model, inputs, measure=False)
+    assert torch.allclose(small(**inputs), model(**inputs), atol=1e-5)
+
+
+def test_a_loss_may_be_a_number() -> None:
+    model, x = cpnorm.canonical_norm(nn.Linear(8, 3)), torch.randn(50, 8)
+    labels = model(x).argmax(1)
+
+    def error_rate(outputs: Tensor, targets: Tensor) -> float:
+        return (outputs.argmax(1) != targets).float().mean().item()
+
+    cpnorm.truncate(model, loss=0.5, data=[(x, labels)], loss_function=error_rate)
+    assert error_rate(model(x), labels) <= 0.5

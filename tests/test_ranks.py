@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -67,8 +68,24 @@ def test_shared_weights_count_once() -> None:
     model = nn.Sequential(first, second)
     ranks = ranks_for_budget(model, params=600)
     assert ranks["0"] == ranks["1"]
+    cut = cpnorm.canonical_norm(copy.deepcopy(model))
+    cpnorm.truncate(cut, ranks=ranks)  # which takes them too, by either name
     cpnorm.canonical_norm(model, ranks, "kaiming_normal")
     assert 600 - 61 < weights(model) <= 600
+    assert weights(cut) == weights(model)
+    with pytest.raises(ValueError, match="0 and 1 share a weight, but ranks says 2 and 1"):
+        cpnorm.truncate(cut, ranks={"0": 2, "1": 1})
+
+
+def test_modes_are_those_of_canonical_norm() -> None:
+    first, second = nn.Linear(64, 16), nn.Linear(64, 16)
+    second.weight = first.weight
+    model, finer = nn.ModuleList([first, second]), (16, 4, 4, 4)
+    assert ranks_for_budget(model, params=1000, modes={"1": finer}) == ranks_for_budget(
+        model, params=1000, modes={"0": finer}
+    )
+    with pytest.raises(ValueError, match="modes names layers that are not there to convert: 2"):
+        ranks_for_budget(model, params=1000, modes={"2": finer})
 
 
 def test_what_cannot_be_is_an_error() -> None:

@@ -172,3 +172,47 @@ def test_tied_layers_keep_their_biases() -> None:
     assert torch.equal(model.a.bias, biases[0])
     assert torch.equal(model.b.bias, biases[1])
     assert max(errors) < 1.3 * min(errors)
+
+
+class Routed(nn.Module):
+    """Layers that see some of the rows, or some of the batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.left, self.right = nn.Linear(16, 2), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) < 4:
+            return self.right(x)
+        goes_left = self.gate(x).argmax(1) == 0
+        return torch.cat([self.left(x[goes_left]), self.right(x[~goes_left])])
+
+
+def test_outputs_of_layers_that_see_only_some_of_the_data() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(200, 16)
+    whole = cpnorm.canonical_norm(Routed())
+    for batches in ([x, x[:3]], [x[:3], x]):  # some layers run in one of them only, in the first or in the last
+        model, by_als = copy.deepcopy(whole), copy.deepcopy(whole)
+        data = [(each, each) for each in batches]
+        cpnorm.truncate(model, ranks={"left": 8}, refit="outputs", data=data)
+        cpnorm.truncate(by_als, ranks={"left": 8}, refit="als")
+        distances = [(m(x) - whole(x)).norm().item() for m in (model, by_als)]
+        assert distances[0] < 0.98 * distances[1]
+    model, by_als = copy.deepcopy(whole), copy.deepcopy(whole)
+    cpnorm.truncate(model, ranks={"gate": 1, "left": 8}, refit="outputs", data=[(x, x)])  # rows go other ways
+    cpnorm.truncate(by_als, ranks={"gate": 1, "left": 8}, refit="als")
+    close(model.left.weight, by_als.left.weight, 1e-6)
+    assert not torch.allclose(model.gate.weight, by_als.gate.weight)
+
+
+def test_grouped_layers_whose_columns_are_known_to_be_unit() -> None:
+    torch.manual_seed(0)
+    whole, x = cpnorm.canonical_norm(nn.Conv2d(4, 6, 3, groups=2)), torch.randn(20, 4, 8, 8)
+    found = []
+    for unit in (False, True):
+        layer = copy.deepcopy(whole)
+        layer.columns_are_unit = unit
+        cpnorm.truncate(layer, rate=0.5, refit="outputs", data=[(x, x)])
+        found.append(layer(x).detach())
+    close(found[1], found[0], 1e-4)

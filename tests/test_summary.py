@@ -84,6 +84,24 @@ def test_shared_layers_are_listed_once() -> None:
     assert found.weights_dense == 16 + 8
 
 
+def test_calls_of_several_sizes_each_by_its_own_path() -> None:
+    layer = cpnorm.canonical_norm(nn.Linear(64, 64))
+    few, many = torch.randn(1, 64), torch.randn(4000, 64)
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x[:1]).sum() + self.layer(x).sum()
+
+    apart = [cpnorm.summary(layer, x).layers[0] for x in (few, many)]
+    assert [row.path for row in apart] == ["factors", "rebuild"]
+    together = cpnorm.summary(Twice(), many).layers[0]
+    assert (together.path, together.flops) == ("both", apart[0].flops + apart[1].flops)
+
+
 def test_sparklines() -> None:
     assert sparkline([1.0]) == "█"
     assert sparkline([0.0, 0.0]) == "▁▁"

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from cpnorm.calls import Inputs, run
+from cpnorm.arguments import Inputs
+from cpnorm.calls import run
 from cpnorm.plain import has_layouts, with_layout
 
 ROUNDING = 0.05  # of the largest output: a network may run in bfloat16 inside, and a wrong way is farther off

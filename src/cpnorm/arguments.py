@@ -1,13 +1,23 @@
-"""What public functions ask of their arguments before they touch anything: one sentence if it is not so."""
+"""What public functions take, and ask of it before they touch anything: one sentence if it is not so."""
 
 from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
+
+
+def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a model is called with: a tuple is several arguments, a mapping several by name, all else is one."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
 
 
 def expect(value: Any, kind: type | tuple[type, ...], what: str) -> None:

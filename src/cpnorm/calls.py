@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cpnorm.arguments import Inputs, as_arguments
 from cpnorm.convert import canonical_layers
 from cpnorm.layers import CPLayer
 
-Inputs = Tensor | tuple[Any, ...] | dict[str, Any]
 Shape = tuple[int, ...]
 
 
@@ -35,9 +35,8 @@ class Call:
 @torch.no_grad()
 def run(model: nn.Module, inputs: Inputs) -> Any:
     """The model's output."""
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
+    args, kwargs = as_arguments(inputs)
+    return model(*args, **kwargs)
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from cpnorm.arguments import expect, expect_model
 from cpnorm.contract import weight_shape
-from cpnorm.convert import become_canonical, fold, is_plainly
+from cpnorm.convert import anchor, become_canonical, canonical_layers, fold, is_plainly
 from cpnorm.fileformat import Content, Shape, StoredLayer, join, opened, read_content, write
-from cpnorm.layers import CANONICAL_TYPES, CPLayer
+from cpnorm.layers import CANONICAL_TYPES, PATHS, CPLayer
 from cpnorm.tensor import CPTensor
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -36,6 +36,11 @@ def save(model: nn.Module, path: PathLike, *, metadata: Mapping[str, Any] | None
     expect_model(model)
     expect(metadata, (Mapping, type(None)), "a mapping or None as metadata")
     model = _unwrapped(model)
+    for name, layer in canonical_layers(model).items():
+        if layer.path not in PATHS:
+            raise ValueError(
+                f"expected path to be one of {', '.join(PATHS)}, got {layer.path!r} in {name or 'the layer'}"
+            )
     layers = {
         name: StoredLayer(layer.modes, layer.rank, type(layer).__name__, layer.path)
         for name, layer in model.named_modules(remove_duplicate=False)
@@ -101,11 +106,11 @@ def _wanted(content: Content, model: nn.Module) -> dict[str, _Wanted]:
         stored = found.modes if found else content.shapes[join(name, "weight")]
         if not _same_weight(stored, layer):
             raise _misfit(content, join(name, "weight"), stored, weight_shape(layer))
-        leader, form = anchors.setdefault(id(_anchor(layer)), (name, found))
+        leader, form = anchors.setdefault(id(anchor(layer)), (name, found))
         if form != found:
             raise _untied(content, leader, name)
         shapes: dict[str, Shape] = found.shapes() if found else {"weight": weight_shape(layer)}
-        new = {join(name, last): _Wanted(shape, (id(_anchor(layer)), last)) for last, shape in shapes.items()}
+        new = {join(name, last): _Wanted(shape, (id(anchor(layer)), last)) for last, shape in shapes.items()}
         for last, parameter in layer.named_parameters():
             if parameter is not layer.bias:
                 changed[join(name, last)] = new
@@ -165,11 +170,6 @@ def _same_weight(modes: Shape, layer: nn.Module) -> bool:
     return modes == shape
 
 
-def _anchor(layer: nn.Module) -> nn.Parameter:
-    """The parameter that tied layers share, whatever form they are in."""
-    return layer.lambdas if isinstance(layer, CPLayer) else cast(nn.Parameter, layer.weight)
-
-
 # --- becoming what the file says ----------------------------------------------------------------------------------
 
 
@@ -180,7 +180,7 @@ def _take_form(content: Content, tensors: Mapping[str, Tensor], model: nn.Module
         kind, found = _kind(layer), content.layers.get(name)
         if kind is None or not (found or isinstance(layer, CPLayer)):
             continue
-        leader = leaders.setdefault(_anchor(layer), layer)
+        leader = leaders.setdefault(anchor(layer), layer)
         if found is None:
             layer = fold(layer)
             layer.weight = leader.weight

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from cpnorm import budgets
 from cpnorm.arguments import expect, is_number, whole
 from cpnorm.budgets import Elimination
-from cpnorm.convert import Skip, canonical_layers, is_within, names_and_types
+from cpnorm.convert import Skip, canonical_layers, skipped, told_to_twins, with_twins
 from cpnorm.layers import CPLayer
 from cpnorm.observe import (
     Batch,
@@ -73,8 +73,9 @@ def truncate(
             adds up is minus the logarithm of the share that is left, so that no layer is emptied for the others' sake.
         refit: what the kept terms take over from the others. "lambdas": least squares on lambda towards the old weight;
             "als": alternating least squares towards it; "outputs": after that, layer by layer, least squares on the
-            output vectors and the bias towards the old outputs on ``data``.
-        data: a few batches of (inputs, targets).
+            output vectors and the bias towards the old outputs on ``data``; not for models that pick or order rows by
+            their values, where old and new outputs would not belong together.
+        data: a few batches of (inputs, targets); inputs are one argument, a tuple of them, or a mapping by name.
         loss_function: of (outputs, targets), averaged over the batch.
         example_input: what FLOPs are counted on.
         optimizer: its state is cut to the kept terms, so that training goes on; "als" and "outputs" make new terms,
@@ -176,13 +177,8 @@ def _batches(data: Iterable[Batch] | None) -> list[Batch]:
 
 def _chosen(model: nn.Module, skip: Skip) -> dict[str, CPLayer]:
     """The canonical layers but those to skip; layers that share their terms are skipped together."""
-    patterns, types = names_and_types(model, skip)
-    skipped = {
-        identity(module)
-        for name, module in model.named_modules()
-        if isinstance(module, types) or any(is_within(name, pattern) for pattern in patterns)
-    }
-    layers = {name: layer for name, layer in canonical_layers(model).items() if identity(layer) not in skipped}
+    left_alone = {identity(model.get_submodule(name)) for name in skipped(model, skip)}
+    layers = {name: layer for name, layer in canonical_layers(model).items() if identity(layer) not in left_alone}
     if not layers:
         raise ValueError(f"{type(model).__name__} has no canonical layer to truncate")
     for name, layer in layers.items():
@@ -228,7 +224,7 @@ def _choose(
     if budget == "rate":
         return {name: layer.rank - budgets.terms_to_keep(layer.rank, amount) for name, layer in layers.items()}
     if budget == "ranks":
-        return {name: layers[name].rank - rank for name, rank in _ranks(amount, layers).items()}
+        return {name: layers[name].rank - rank for name, rank in _ranks(amount, model, layers).items()}
 
     if budget == "flops":
         total = all_flops(model, work)
@@ -251,12 +247,14 @@ def _choose(
     return budgets.follow(sequence, layers, steps)
 
 
-def _ranks(ranks: int | Mapping[str, int], layers: Mapping[str, CPLayer]) -> Mapping[str, int]:
-    named = ranks if isinstance(ranks, Mapping) else dict.fromkeys(layers, ranks)
-    if unknown := [name for name in named if name not in layers]:
-        raise ValueError(f"ranks names layers that are not there to truncate: {', '.join(unknown)}")
+def _ranks(ranks: int | Mapping[str, int], model: nn.Module, layers: Mapping[str, CPLayer]) -> Mapping[str, int]:
+    if isinstance(ranks, Mapping):
+        told = told_to_twins("ranks", ranks, with_twins(model, layers), "truncate")
+    else:
+        told = dict.fromkeys(layers, ranks)
     kept = {}
-    for name, asked in named.items():
+    for name in (name for name in told if name in layers):
+        asked = told[name]
         most = layers[name].rank
         rank = whole("rank", asked, where=f" for {name or 'the layer'}")
         if isinstance(ranks, Mapping) and rank > most:

@@ -64,14 +64,11 @@ def canonical_norm(
     expect_generator(generator)
     expect(modes, (Mapping, type(None)), "a mapping from layer names to shapes as modes")
     layers = convertible_layers(model, skip)
-    for option, named in (("rank", rank if isinstance(rank, Mapping) else {}), ("modes", modes or {})):
-        if unknown := [name for name in named if name not in layers]:
-            raise ValueError(f"{option} names layers that are not there to convert: {', '.join(unknown)}")
+    rank = told_to_twins("rank", rank, layers, "convert") if isinstance(rank, Mapping) else rank
+    modes = told_to_twins("modes", modes or {}, layers, "convert")
     if not layers:
         raise ValueError(f"{type(model).__name__} has no linear or convolutional layer to convert")
 
-    rank = _told_to_twins("rank", rank, layers) if isinstance(rank, Mapping) else rank
-    modes = _told_to_twins("modes", modes or {}, layers)
     forms: dict[int, CPTensor] = {}  # by the id of the weight: tied layers share one
     for done, (name, layer) in enumerate(layers.items()):
         if progress:
@@ -103,10 +100,21 @@ def canonical_layers(model: nn.Module) -> dict[str, CPLayer]:
     found: dict[str, CPLayer] = {}
     seen: set[int] = set()
     for name, module in model.named_modules():
-        if isinstance(module, CPLayer) and id(module.lambdas) not in seen:
-            seen.add(id(module.lambdas))
-            found[name] = module
+        if isinstance(module, CPLayer):
+            if not {"sigma", "lambdas"} <= module._parameters.keys():
+                raise ValueError(
+                    f"expected sigma and lambdas as they are, got pruned or parametrized in {_title(name)}"
+                )
+            if id(module.lambdas) not in seen:
+                seen.add(id(module.lambdas))
+                found[name] = module
     return found
+
+
+def with_twins(model: nn.Module, layers: Mapping[str, CPLayer]) -> dict[str, CPLayer]:
+    """These canonical layers of a model, and all that share their terms."""
+    own = {anchor(layer) for layer in layers.values()}
+    return {name: m for name, m in model.named_modules() if isinstance(m, CPLayer) and anchor(m) in own}
 
 
 def renormalize(model: Module) -> Module:
@@ -156,7 +164,7 @@ def renormalize_after(optimizer: torch.optim.Optimizer, model: nn.Module) -> Rem
 @torch.inference_mode(False)
 def fold(model: Module) -> Module:
     """Turn canonical layers back into plain dense ones, in place, with the same outputs; the model is returned."""
-    expect_model(model)
+    canonical_layers(model)  # which is an error where something stands in the way
     layers = [module for module in model.modules() if isinstance(module, CPLayer)]
     tied: dict[int, nn.Parameter] = {}
     for module in layers:  # all that takes memory first: if there is not enough of it, the model stays as it was
@@ -185,10 +193,10 @@ def fold(model: Module) -> Module:
 
 def convertible_layers(model: nn.Module, skip: Skip = ()) -> dict[str, nn.Module]:
     """What ``canonical_norm`` would convert, by name; it is an error if something stands in the way."""
-    names, types = names_and_types(model, skip)
+    left_alone = skipped(model, skip)
     layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if isinstance(module, types) or any(is_within(name, pattern) for pattern in names):
+        if name in left_alone:
             continue
         if isinstance(module, CPLayer):
             raise ValueError(f"expected plain layers, but {_title(name, module)} is canonical already")
@@ -199,25 +207,23 @@ def convertible_layers(model: nn.Module, skip: Skip = ()) -> dict[str, nn.Module
     return layers
 
 
-def names_and_types(model: nn.Module, skip: Skip) -> tuple[list[str], tuple[type, ...]]:
-    """The two things ``skip`` may hold; a pattern that names no module is an error."""
+def skipped(model: nn.Module, skip: Skip) -> set[str]:
+    """Names of the modules that ``skip`` means, and of all inside them; a pattern that names none is an error."""
     expect_model(model)
     expect(skip, (str, type, Iterable), "names, patterns or types as skip")
     skips = (skip,) if isinstance(skip, str | type) else tuple(skip)
     for entry in skips:
         expect(entry, (str, type), "names, patterns or types as skip")
-    names = [s for s in skips if isinstance(s, str)]
-    modules = [name for name, _ in model.named_modules()]
-    for pattern in names:
-        if not any(is_within(name, pattern) for name in modules):
+    types = tuple(s for s in skips if isinstance(s, type))
+    modules = dict(model.named_modules())
+    found = {name for name, module in modules.items() if isinstance(module, types)}
+    for pattern in (s for s in skips if isinstance(s, str)):
+        named = {name for name in modules if fnmatchcase(name, pattern)}
+        if not named:
             raise ValueError(f"skip names no module of {type(model).__name__}: {pattern!r}")
-    return names, tuple(s for s in skips if isinstance(s, type))
-
-
-def is_within(name: str, pattern: str) -> bool:
-    """Whether the pattern matches the name or a module around it."""
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[: n + 1]), pattern) for n in range(len(parts)))
+        found |= named
+    around = tuple(f"{name}." if name else "" for name in found)
+    return {name for name in modules if name in found or name.startswith(around)}
 
 
 def is_plainly(module: nn.Module, plain: type[nn.Module]) -> bool:
@@ -255,14 +261,23 @@ def _check_ties(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
                 raise ValueError(f"the weight of {_title(name, layer)} is also that of {other}: skip or untie them")
 
 
-def _told_to_twins(option: str, named: Mapping[str, Value], layers: Mapping[str, nn.Module]) -> dict[str, Value]:
+def told_to_twins(
+    option: str, named: Mapping[str, Value], layers: Mapping[str, nn.Module], purpose: str
+) -> dict[str, Value]:
     """What is said of one of several tied layers, said of all; it is an error to say different things."""
-    said: dict[int, tuple[str, Value]] = {}
+    if unknown := [name for name in named if name not in layers]:
+        raise ValueError(f"{option} names layers that are not there to {purpose}: {', '.join(map(str, unknown))}")
+    said: dict[nn.Parameter, tuple[str, Value]] = {}
     for name, value in named.items():
-        first, before = said.setdefault(id(layers[name].weight), (name, value))
+        first, before = said.setdefault(anchor(layers[name]), (name, value))
         if first != name and repr(_plain_value(before)) != repr(_plain_value(value)):  # 1 term is not 1.0 of them
             raise ValueError(f"{first} and {name} share a weight, but {option} says {before} and {value}")
-    return {name: said[id(layer.weight)][1] for name, layer in layers.items() if id(layer.weight) in said}
+    return {name: said[anchor(layer)][1] for name, layer in layers.items() if anchor(layer) in said}
+
+
+def anchor(layer: nn.Module) -> nn.Parameter:
+    """The parameter that tied layers share, whatever form they are in."""
+    return layer.lambdas if isinstance(layer, CPLayer) else cast(nn.Parameter, layer.weight)
 
 
 def _plain_value(value: object) -> object:

@@ -17,10 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from cpnorm.arguments import expect_model
+from cpnorm.arguments import Inputs, as_arguments, expect_model
 from cpnorm.convert import fold
-
-Inputs = Tensor | tuple[Any, ...] | dict[str, Any]
 
 LARGEST = 2**31 - 2**20  # of one ONNX file
 
@@ -87,11 +85,7 @@ def _export(model: nn.Module, example_input: Inputs, path: Path, dynamic_batch: 
 
 
 def _arguments(example_input: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example_input, dict):
-        args, kwargs = (), example_input
-    else:
-        args, kwargs = example_input if isinstance(example_input, tuple) else (example_input,), {}
-    return pytree.tree_map_only(Tensor, lambda x: x.detach().cpu(), (args, kwargs))
+    return pytree.tree_map_only(Tensor, lambda x: x.detach().cpu(), as_arguments(example_input))
 
 
 def _resized(inputs: Any, batch: int | None) -> Any:

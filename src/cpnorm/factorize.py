@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from cpnorm.alike import called_by_hand, computes_as, runs_channels_last, stays_the_same
-from cpnorm.arguments import expect
-from cpnorm.calls import Call, Inputs, calls_of, run
-from cpnorm.convert import canonical_layers, fold
+from cpnorm.arguments import Inputs, expect
+from cpnorm.calls import Call, calls_of, run
+from cpnorm.convert import canonical_layers, fold, told_to_twins, with_twins
 from cpnorm.forms import ALIGNED, FormCost, chain, form_cost, forms_of
 from cpnorm.layers import CPLayer
 from cpnorm.plain import has_layouts, lighten_relus, plain_copy, slice_pools, with_layout
@@ -214,11 +214,10 @@ def choose_forms(
     """
     layers = canonical_layers(model)
     expect(forms, (Mapping, type(None)), "a mapping from layer names to forms")
-    asked = dict(forms or {})
     if not layers:
         raise ValueError(f"{type(model).__name__} has no canonical layer to factorize")
-    if unknown := [name for name in asked if name not in layers]:
-        raise ValueError(f"forms names no canonical layer: {', '.join(unknown)}")
+    told = told_to_twins("forms", forms or {}, with_twins(model, layers), "factorize")
+    asked = {name: form for name, form in told.items() if name in layers}
     for name, form in asked.items():
         if form not in (known := [*forms_of(layers[name]), "dense"]):
             raise ValueError(f"expected form to be one of {', '.join(known)}, got {form!r} for {name}")

@@ -181,6 +181,8 @@ class CPLayer(nn.Module):
             return True
         if self.path not in PATHS:
             raise ValueError(f"expected path to be one of {', '.join(PATHS)}, got {self.path!r}")
+        if self.path == "auto" and torch.compiler.is_exporting() and not all(isinstance(n, int) for n in x.shape):
+            return True  # a program for all sizes cannot choose by them
         return (self.plan(x.shape).path if self.path == "auto" else self.path) == "rebuild"
 
     def _fits(self, x: Tensor) -> bool:  # (N, I, ...)

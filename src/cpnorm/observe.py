@@ -15,12 +15,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from cpnorm.arguments import as_arguments
 from cpnorm.contract import LAYERS, plan
 from cpnorm.layers import CPLayer
 from cpnorm.tensor import CPTensor, khatri_rao
 
 Batch = tuple[Any, Any]  # inputs, targets
-LossFunction = Callable[[Any, Any], Tensor]
+LossFunction = Callable[[Any, Any], Any]  # -> a tensor, or a number where no gradient is asked for
 Instead = Mapping[Tensor, Tensor]  # of a parameter, for one run
 Seen = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
@@ -38,10 +39,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def run(model: nn.Module, inputs: Any, instead: Instead | None = None) -> Any:
-    """The model's output, with other tensors instead of some parameters; a tuple or dict is several arguments."""
-    by_name = {key: _beside(model, value) for key, value in inputs.items()} if isinstance(inputs, dict) else {}
-    in_order = () if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple) else (inputs,)
-    arguments = tuple(_beside(model, value) for value in in_order)
+    """The model's output, with other tensors instead of some parameters; a tuple or mapping is several arguments."""
+    args, kwargs = as_arguments(inputs)
+    arguments, by_name = tuple(_beside(model, x) for x in args), {key: _beside(model, x) for key, x in kwargs.items()}
     # By the places of the parameters in modules, each visited once: torch's own tie_weights=True puts tensors into
     # submodules that others share, and forgets to take them out again.
     places = {
@@ -157,7 +157,7 @@ def term_responses(layer: CPLayer, *args: Any, **kwargs: Any) -> Tensor:  # -> (
     twin.sigma = nn.Parameter(layer.sigma.new_tensor(math.sqrt(copies)))  # the layer divides by the columns' norms
     twin.lambdas = nn.Parameter(torch.ones_like(layer.lambdas))
     twin.factors = nn.ParameterList(factors)
-    twin.path, twin.bias = "factors", None
+    twin.path, twin.bias, twin.columns_are_unit = "factors", None, False
     return by_position(layer, twin.forward(*args, **kwargs))
 
 
@@ -201,7 +201,7 @@ def mean_loss(
     total, count = 0.0, 0
     with evaluating(model):
         for inputs, targets in batches:
-            total += loss_function(run(model, inputs, instead), _beside(model, targets)).item() * len(targets)
+            total += float(loss_function(run(model, inputs, instead), _beside(model, targets))) * len(targets)
             count += len(targets)
     if not count or not math.isfinite(total):
         raise ValueError(f"expected data with a finite loss, got {total} over {count} samples")

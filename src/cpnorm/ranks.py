@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from cpnorm.arguments import expect, is_number
-from cpnorm.convert import Skip, convertible_layers, modes_of
+from cpnorm.convert import Skip, convertible_layers, modes_of, told_to_twins
 from cpnorm.decompose import exact_rank
 from cpnorm.summary import count_weights
 
@@ -37,7 +37,8 @@ def ranks_for_budget(
         raise ValueError(f"expected a number as params, got {params!r}")
     expect(modes, (Mapping, type(None)), "a mapping from layer names to shapes as modes")
     layers = convertible_layers(model, skip)
-    shapes = {name: modes_of(name, layer, modes or {}) for name, layer in layers.items()}
+    modes = told_to_twins("modes", modes or {}, layers, "convert")
+    shapes = {name: modes_of(name, layer, modes) for name, layer in layers.items()}
     names: dict[int, str] = {}  # by the id of the weight: of layers that share one, the first decides
     for name, layer in layers.items():
         names.setdefault(id(layer.weight), name)

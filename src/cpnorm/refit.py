@@ -73,11 +73,14 @@ def refit_outputs(
 
     y = B z + bias with z what the terms make of the input and B their scaled output vectors: a linear regression. Layer
     after layer in the order they run, each on the inputs that the truncated layers before it hand it, so that it also
-    makes up for their errors. A linear layer whose outputs are several modes has no free output vectors and stays.
+    makes up for their errors. A linear layer whose outputs are several modes has no free output vectors and stays, and
+    so does one that is called on another number of positions once layers before it are truncated. A model that picks or
+    orders rows by their values (top-k, experts) wants another refit: old and new rows would not belong together.
     """
     names = {identity(layers[name]): name for name in forms}
     order: dict[str, None] = {}  # an ordered set
-    watch(model, inputs[0], lambda layer, *_: order.setdefault(names.get(identity(layer), "")))
+    for each in inputs:
+        watch(model, each, lambda layer, *_: order.setdefault(names.get(identity(layer), "")))
     done = dict(forms)
     for name in (name for name in order if name in forms):
         layer = layers[name]
@@ -87,16 +90,19 @@ def refit_outputs(
             sums = _sums(model, twins, instead, inputs)
             holders = [module for module in model.modules() if module._parameters.get("bias") is layer.bias]
             alone = layer.bias is not None and len(twins) == len(holders) == 1
-            done[name] = _regress(layer, done[name], *sums, shift=alone)
+            done[name] = _regress(layer, done[name], *sums, shift=alone) if sums else done[name]
     return done
 
 
 def _sums(
     model: nn.Module, layers: Sequence[nn.Module], instead: Instead, inputs: Sequence[Any]
-) -> tuple[Tensor, Tensor]:  # -> (G, R + 1, R + 1), (G, O / G, R + 1)
-    """z z^T and y z^T over all inputs: z of the new form, then a constant 1; y of the old one less the bias."""
+) -> tuple[Tensor, Tensor] | None:  # -> (G, R + 1, R + 1), (G, O / G, R + 1)
+    """z z^T and y z^T over all inputs: z of the new form, then a constant 1; y of the old one less the bias.
 
-    def each_call(compute: Callable[..., Tensor], x: Any, instead: Instead | None = None) -> Tensor:
+    None if there is not a z for every y.
+    """
+
+    def each_call(compute: Callable[..., Tensor], x: Any, instead: Instead | None = None) -> Tensor | None:
         found: list[Tensor] = []
 
         def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -104,7 +110,7 @@ def _sums(
                 found.append(compute(module, *args, **kwargs))
 
         watch(model, x, seen, instead)
-        return torch.cat(found).transpose(0, 1)  # (G, positions, ...)
+        return torch.cat(found).transpose(0, 1) if found else None  # (G, positions, ...)
 
     def old_outputs(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         y, bias = by_position(module, module.forward(*args, **kwargs)), cast(Tensor | None, module.bias)
@@ -113,6 +119,10 @@ def _sums(
     squares = products = torch.zeros(())
     for x in inputs:
         y, z = each_call(old_outputs, x), each_call(term_responses, x, instead)
+        if y is None and z is None:
+            continue  # not called on this one
+        if y is None or z is None or y.shape[1] != z.shape[1]:
+            return None
         z = torch.cat([z, torch.ones_like(z[:, :, :1])], dim=2)
         squares, products = squares.to(z.device) + (z.mT @ z).double(), products.to(z.device) + (y.mT @ z).double()
     return squares, products

@@ -9,7 +9,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from cpnorm.calls import Inputs, has_hooks, run
+from cpnorm.arguments import Inputs
+from cpnorm.calls import has_hooks, run
 from cpnorm.layers import CPConv2d, CPLayer, CPLinear
 from cpnorm.plain import DROPOUTS, halves_maps
 from cpnorm.stages import Closing, Stage, opening_of, stage_of, takes

@@ -139,8 +139,9 @@ def _summarise(name: str, layer: CPLayer, work: Work | None) -> LayerSummary:
     path, flops = None, None
     if work is not None:
         plans = [layer.plan(shape, training=False) for shape in work.shapes]
-        path = plans[0].path if layer.path == "auto" else layer.path
-        flops = sum((plan.rebuild if path == "rebuild" else plan.factors).flops for plan in plans)
+        ways = [plan.path if layer.path == "auto" else layer.path for plan in plans]
+        path = ways[0] if len(set(ways)) == 1 else "both"
+        flops = sum((p.rebuild if way == "rebuild" else p.factors).flops for p, way in zip(plans, ways, strict=True))
     return LayerSummary(
         name=name,
         kind=layer.plain.__name__,

@@ -66,7 +66,7 @@ def inverse_norms(factor: Tensor) -> Tensor:  # (d, R) -> (R,)
     """1 / 2-norm of each column, at least in float32; 0 for a column of zeros, and no gradient there."""
     wide = factor.float() if factor.dtype in (torch.float16, torch.bfloat16) else factor
     squares = wide.square().sum(0)
-    alive = squares > torch.finfo(wide.dtype).tiny
+    alive = ~(squares <= torch.finfo(wide.dtype).tiny)  # NaN is no zero: it stays, for all to see
     return torch.where(alive, torch.where(alive, squares, 1.0).rsqrt(), 0.0)
 
 
@@ -214,6 +214,7 @@ class CPTensor:
         kept = self.lambdas.abs().argsort(descending=True, stable=True)[: whole("rank", rank)]
         return self.select(kept.sort().values)
 
-    def to(self, *args: Any) -> CPTensor:
-        """On another device or in another dtype."""
-        return CPTensor(self.sigma.to(*args), self.lambdas.to(*args), tuple(f.to(*args) for f in self.factors))
+    def to(self, *args: Any, **kwargs: Any) -> CPTensor:
+        """On another device or in another dtype, as ``torch.Tensor.to`` takes them."""
+        sigma, lambdas, *factors = (t.to(*args, **kwargs) for t in (self.sigma, self.lambdas, *self.factors))
+        return CPTensor(sigma, lambdas, tuple(factors))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,3 +118,13 @@ def test_a_folder_as_on_the_hub(tmp_path: Path) -> None:
 
     cpnorm.fold(model).save_pretrained(tmp_path / "dense")  # and without cpnorm, for everybody
     assert "cpnorm" not in json.loads((tmp_path / "dense" / "config.json").read_text())
+
+
+def test_a_config_of_ones_own(tmp_path: Path) -> None:
+    model = cpnorm.canonical_norm(nn.Linear(8, 4), rank=2)
+    model.config = {"inputs": 8}
+    save_pretrained(model, tmp_path)
+    assert from_pretrained(tmp_path, lambda config: nn.Linear(config["inputs"], 4)).rank == 2
+    model.config = SimpleNamespace(inputs=8)
+    with pytest.raises(TypeError, match="expected a mapping as config, or a model with one that has to_dict"):
+        save_pretrained(model, tmp_path)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from cpnorm.arguments import expect
 from cpnorm.checkpoint import load, save
 from cpnorm.convert import canonical_layers
 
@@ -21,8 +22,10 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], config: Ma
 
     The ranks stand in config.json for people to read; they are read back from the weights.
     """
-    own = getattr(model, "config", None)
-    settings = dict(config if config is not None else own.to_dict() if own is not None else {})
+    own = config if config is not None else getattr(model, "config", None) or {}
+    own = own.to_dict() if hasattr(own, "to_dict") else own
+    expect(own, Mapping, "a mapping as config, or a model with one that has to_dict()")
+    settings = dict(own)
     settings["cpnorm"] = {"ranks": {name: layer.rank for name, layer in canonical_layers(model).items()}}
     Path(folder).mkdir(parents=True, exist_ok=True)
     save(model, Path(folder) / "model.safetensors")
