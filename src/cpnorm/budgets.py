@@ -21,10 +21,6 @@ class Elimination:
     order: Tensor  # (R,) the first to go first
     loss: Tensor  # (R,) after 0, 1, ..., R - 1 have gone: see ``_barrier``
 
-    @property
-    def rank(self) -> int:
-        return len(self.order)
-
     def kept(self, dropped: int) -> Tensor:
         """The terms still there when ``dropped`` have gone, in their old order."""
         return self.order[dropped:].sort().values

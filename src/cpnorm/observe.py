@@ -102,7 +102,7 @@ def count_work(model: nn.Module, example_input: Any) -> dict[int, Work]:
     work: dict[int, Work] = {}
 
     def seen(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        shape = _batched_shape(layer, (*args, *kwargs.values())[0])
+        shape = tuple((*args, *kwargs.values())[0].shape)
         modes = layer.modes if isinstance(layer, CPLayer) else None
         before = work.get(identity(layer), Work())
         work[identity(layer)] = Work(
@@ -113,11 +113,6 @@ def count_work(model: nn.Module, example_input: Any) -> dict[int, Work]:
 
     watch(model, example_input, seen)
     return work
-
-
-def _batched_shape(layer: nn.Module, x: Tensor) -> tuple[int, ...]:
-    unbatched = isinstance(layer, nn.modules.conv._ConvNd) and x.ndim == len(layer.kernel_size) + 1
-    return (1, *x.shape) if unbatched else tuple(x.shape)
 
 
 # --- responses ----------------------------------------------------------------------------------------------------
