@@ -46,6 +46,8 @@ def export_onnx(
     if missing:
         raise ImportError(f"export_onnx needs {' and '.join(missing)}: pip install 'cpnorm[onnx]'")
     expect_model(model)
+    if not Path(path).name or not Path(path).parent.is_dir():
+        raise FileNotFoundError(f"expected a file in a folder that is there, got {path}")
     with torch.autocast("cpu", enabled=False):  # whatever surrounds this call
         _export(model, example_input, Path(path), dynamic_batch, check)
 

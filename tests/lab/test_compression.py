@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 import cpnorm
 from cpnorm.lab import compression
-from cpnorm.lab.compression import Cut, compress, export_network, plain_layers, trained_network
+from cpnorm.lab.compression import Cut, compress, export_network, identity, plain_layers, trained_network
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet, load, normalize
 from cpnorm.lab.runs import RunError, RunFolder
@@ -116,6 +116,9 @@ def test_another_cut_or_network_does_not_mix(canonical: Path, plain: Path, digit
     moved = tmp_path / "moved"
     shutil.copytree(canonical, moved)  # the same network elsewhere is the same network
     compress(moved, Cut(rate=0.5), none, out=tmp_path / "a", data=digits, options=CPU)
+    for _ in range(6):  # and so it is when it is written again, with the header in another order
+        cpnorm.save(trained_network(RunFolder(canonical)), moved / "model.safetensors", metadata={"model": "lenet"})
+        assert identity(RunFolder(moved), Cut(rate=0.5)) == identity(RunFolder(canonical), Cut(rate=0.5))
 
 
 def test_what_never_began_is_not_in_the_way(canonical: Path, digits: ImageSet, tmp_path: Path) -> None:

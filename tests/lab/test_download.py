@@ -251,3 +251,13 @@ def test_downloads_are_files_that_are_looked_for() -> None:
         for remote in download.FILES[name]:
             assert remote.path in wanted or remote.path.removesuffix(".gz") in wanted
             assert remote.size < 2**28
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10"])
+def test_what_lies_there_unpacked_is_not_downloaded(name: str, tmp_path: Path) -> None:
+    files = data.LAYOUTS[name][0].files
+    assert not {remote.path for remote in download.FILES[name]} & set(files)
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    assert get(name, tmp_path, address="http://127.0.0.1:9") == [tmp_path / file for file in files]

@@ -145,3 +145,8 @@ def test_bars_and_trends_of_odd_values() -> None:
     assert inspect.trend([]) == ""
     assert inspect.trend([2.0, 2.0]) == "2 ▁▁ 2"
     assert len(inspect.bars(list(range(1000)))) == 10
+    nan = float("nan")  # of a run that diverged
+    assert inspect.bars([nan, 1.0, 2.0]) == "▄█"
+    assert inspect.bars([nan]) == ""
+    assert inspect.trend([1.0, 2.0, nan]) == "1 ▁█ nan"
+    assert inspect.trend([nan, nan]) == "nan  nan"

@@ -220,6 +220,7 @@ class TestDocument:
         (tmp_path / "a.jsonl").write_text(json.dumps(line))
         assert not list(blocks(build(tmp_path).sections, Explorer))
         line["explorer"] = {"rates": [0], "accuracy": [1], "layers": {"a": None}}
+        line["layers"] = {"features.0": {"lambdas": 3}}
         (tmp_path / "a.jsonl").write_text(json.dumps(line))
         assert not list(blocks(build(tmp_path).sections, Explorer))
 

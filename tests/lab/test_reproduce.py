@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,14 +14,19 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch import Tensor
 
+import cpnorm
 from cpnorm.lab import beyond, paper, reproduce
+from cpnorm.lab.compression import trained_network
 from cpnorm.lab.config import Config
 from cpnorm.lab.paper import Compression, Row, Table
 from cpnorm.lab.reproduce import Job, Results, all_rows, all_tables, expected_seconds, find_tables, missing_jobs
-from cpnorm.lab.runs import RunError
+from cpnorm.lab.runs import RunError, RunFolder
+from cpnorm.lab.train import Stop
 from tiny_queue import write_data
 
 TINY = Config(
@@ -136,6 +142,43 @@ def test_a_chain_of_cuts_is_made_again_from_its_beginning(
         "tiny/again: seeds 0",
     ]
     assert json.loads(path.read_text().splitlines()[2])["weights"] == weights[2]
+
+
+def test_a_cut_that_was_begun_goes_on_whatever_network_is_the_best_now(
+    tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = dataclasses.replace(CUT, compression=Compression(0.5, 0.001, epochs=1, start="best"))
+    table = Table("tiny", "Tiny", "", rows=(BASE, best))
+    monkeypatch.setattr(reproduce, "all_tables", lambda: {"tiny": table})
+    monkeypatch.setattr(paper, "row", lambda key: {row.key: row for row in table.rows}[key])
+    assert run(tmp_path, seeds=1) == []
+    path = tmp_path / "results/tiny.jsonl"
+    base, cut = map(json.loads, path.read_text().splitlines())
+    path.write_text(json.dumps(base) + "\n" + json.dumps(base | {"seed": 1, "final": 99.0}) + "\n")  # a better one
+    folder = tmp_path / "work/tiny/cut/0"
+    for name in ("record.json", "model.safetensors"):  # as if it had been stopped
+        (folder / name).unlink()
+    shutil.rmtree(tmp_path / "work/tiny/base")  # which it has no need of any more
+    assert run(tmp_path, seeds=1) == []
+    again = json.loads(path.read_text().splitlines()[-1])
+    assert (again["final"], again["compress"]["network"]) == (cut["final"], cut["compress"]["network"])
+
+
+def test_a_network_that_was_removed_is_trained_again(tmp_path: Path, tiny: None) -> None:
+    run(tmp_path, seeds=1)
+    path = tmp_path / "results/tiny.jsonl"
+    base, cut = path.read_text().splitlines()
+    path.write_text(base + "\n")
+    shutil.rmtree(tmp_path / "work/tiny/cut")
+    (tmp_path / "work/tiny/base/0/model.safetensors").unlink()
+    with pytest.raises(RunError, match=r"has lost its model\.safetensors: delete the folder and train it again"):
+        trained_network(RunFolder(tmp_path / "work/tiny/base/0"))
+    assert run(tmp_path, seeds=1) == []
+    again = json.loads(path.read_text().splitlines()[-1])
+    assert (again["final"], again["compress"]["network"]) == (
+        json.loads(cut)["final"],
+        json.loads(cut)["compress"]["network"],
+    )
 
 
 def test_a_failing_row_does_not_stop_the_others(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,3 +327,25 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "cifar10.jsonl").write_text('{"row": "a", "seed": 0}\n{"row": \n')
     with pytest.raises(ValueError, match=r"cifar10.jsonl, line 2"):
         Results(tmp_path).lines()
+    (tmp_path / "cifar10.jsonl").write_text('{"foo": 1}\n')
+    with pytest.raises(ValueError, match=r"cifar10.jsonl: expected the row and seed of a run in every line, got .*foo"):
+        Results(tmp_path).done()
+
+
+def test_ranks_are_missing_until_they_are_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def estimated(weight: Tensor, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(rank=len(weight), curve=[(1, 0.5)])
+
+    monkeypatch.setattr(cpnorm, "estimate_rank", estimated)
+    results, keys = tmp_path / "results", ["lenet-ranks"]
+    missing = reproduce.missing_ranks(keys, Results(results))
+    assert not results.exists()  # looking changes nothing
+    assert [layer.layer for layer in missing["lenet-ranks"]] == list(paper.paper_ranks("lenet"))
+    assert set(reproduce.missing_ranks([], Results(results))) == {"alexnet-ranks", "lenet-ranks"}
+    reproduce.estimate_ranks(keys, results, stop=Stop(reason="enough"), announce=lambda _: None)
+    assert reproduce.missing_ranks(keys, Results(results)) == missing
+    reproduce.estimate_ranks(keys, results, announce=lambda _: None)
+    assert reproduce.missing_ranks(keys, Results(results)) == {}
+    assert [line["row"] for line in Results(results).lines()] == [
+        f"lenet-ranks/{y.layer}" for y in missing["lenet-ranks"]
+    ]

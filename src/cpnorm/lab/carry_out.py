@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cpnorm.lab.runs import RunFolder
     from cpnorm.lab.train import Observer, Trainer
 
-DONE, FAILED, USAGE, DIVERGED, STOPPED, INTERRUPTED = 0, 1, 2, 3, 75, 130
+DONE, FAILED, DIVERGED, STOPPED, INTERRUPTED = 0, 1, 3, 75, 130
 Start = Callable[["RunFolder", Watch], "Trainer"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -291,7 +292,7 @@ def export(
 
 @app.command()
 def reproduce(
-    tables: Annotated[list[str] | None, typer.Argument(help="tables or rows; else all of the paper's")] = None,
+    tables: Annotated[list[str] | None, typer.Argument(help="tables or rows; else all of the paper's tables")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="runs of each row, with the seeds 0, 1, …")] = 8,
     results: Annotated[Path, typer.Option(help="folder of the records")] = Path("results"),
     work: Annotated[Path, typer.Option(help="folder of checkpoints and networks")] = Path("work"),
@@ -307,7 +308,7 @@ def reproduce(
 ) -> int:
     """Run what is missing of the paper's tables; stops and goes on at any time, and several may work side by side."""
     from cpnorm.lab import reproduce as lab
-    from cpnorm.lab.train import Options
+    from cpnorm.lab.train import Options, Stop
 
     if engine not in ("local", "ray"):
         raise typer.BadParameter(f"expected --engine local or ray, got {engine}")
@@ -321,9 +322,8 @@ def reproduce(
     if dry_run:
         left = lab.missing_jobs(keys, range(seeds), lab.Results(results))
     else:
-        for table in lab.find_tables(keys):
-            if table.ranks:
-                lab.estimate_ranks(table, results, announce=announce)
+        limit = parse_seconds(time_limit) if time_limit else None
+        stop = Stop(None if limit is None else time.monotonic() + limit)
         run: Callable[..., list[lab.Job]] = partial(lab.reproduce, wait=wait)
         if engine == "ray":
             from cpnorm.lab.on_ray import reproduce_on_ray as run
@@ -334,15 +334,22 @@ def reproduce(
             work=work,
             options=Options(device, checkpoint_every=checkpoint_every, data_dir=data_dir),
             at_once=at_once,
-            time_limit=parse_seconds(time_limit) if time_limit else None,
+            time_limit=limit,
             announce=announce,
         )
+        if not left:  # ranks need no GPU, which may be lent for a while only
+            lab.estimate_ranks(keys, results, stop=stop, announce=announce)
+    ranks = lab.missing_ranks(keys, lab.Results(results))
+    layers = [f"{table}/{layer.layer}" for table, missing in ranks.items() for layer in missing]
     if as_json:
-        print_json({"missing": [{"row": job.row.key, "seed": job.seed} for job in left]})
+        runs = [{"row": job.row.key, "seed": job.seed} for job in left]
+        print_json({"missing": runs + [{"row": layer, "seed": 0} for layer in layers]})
     else:
         work_left = duration(sum(lab.expected_seconds(job) for job in left))
         typer.echo(f"{len(left)} runs are missing, about {work_left} on one H200" if left else "no run is missing")
-    return STOPPED if left and not dry_run else DONE
+        if layers:
+            typer.echo(f"the ranks of {len(layers)} layers are missing, which take minutes on a CPU")
+    return STOPPED if (left or layers) and not dry_run else DONE
 
 
 @app.command()

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 
 import cpnorm
 from cpnorm.factorize import Goal
+from cpnorm.fileformat import opened
 from cpnorm.lab import baselines
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import CLASSES, STATISTICS, ImageSet, load, normalize
@@ -142,8 +143,13 @@ def start(
 def identity(source: RunFolder, cut: Cut) -> dict[str, Any]:
     """What makes two compressions the same: the network, wherever it lies, and the cut."""
     path = _network_file(source)
+    with opened(path):
+        pass  # it is whole
     with path.open("rb") as file:
-        return {"network": hashlib.file_digest(file, "sha256").hexdigest()[:16], **cut.to_json()}
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        found = hashlib.file_digest(file, "sha256")  # of the tensors, which come next
+    found.update(json.dumps(header, sort_keys=True).encode())  # safetensors writes it in any order
+    return {"network": found.hexdigest()[:16], **cut.to_json()}
 
 
 def cut_network(model: nn.Module, cut: Cut, data: ImageSet, config: Config) -> dict[str, Any] | None:
@@ -203,6 +209,8 @@ def blank(name: str) -> ImageSet:
 def _network_file(folder: RunFolder, file: str = "model.safetensors") -> Path:
     folder.config()  # says so where there is no run at all
     if not (folder / file).exists():
+        if folder.record() is not None:
+            raise RunError(f"{folder.path} has lost its {file}: delete the folder and train it again")
         raise RunError(f"{folder.path} has no trained network yet: run the command that started it again to finish it")
     return folder / file
 
@@ -221,6 +229,8 @@ def export_network(
     run: str | Path, *, onnx: Path | None = None, program: Path | None = None, goal: Goal | None = None
 ) -> dict[str, Any]:
     """Write the network of a run as ONNX, as a torch.export program, or both; says what was written."""
+    if onnx is not None and program is not None and onnx.resolve() == program.resolve():
+        raise ValueError(f"expected two files, got {onnx} for both")
     folder = RunFolder(run)
     model, data = trained_network(folder).eval(), blank(folder.config().data)
     example = normalize(data.test_images, data.mean, data.std)

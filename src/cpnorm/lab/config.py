@@ -67,6 +67,8 @@ class Config:
         for name in LEAST_ZERO:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
+        if self.seed >= 2**63:
+            raise ValueError(f"expected seed < 2**63, got {self.seed}")
         if self.batch_size < 1:
             raise ValueError(f"expected batch_size >= 1, got {self.batch_size}")
         if self.label_smoothing > 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import shlex
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -208,7 +210,7 @@ def page(story: Story, plan: Sequence[Chapter], data: ImageSet, seed: int) -> st
         plain_accuracy=f"{plain.accuracy:.1f} %",
         share=f"{100 * hero.weights / plain.weights:.0f} %",
         figures=figures,
-        canonical=plan[2].folder.path,
+        canonical=html.escape(shlex.quote(str(plan[2].folder.path))),
         version=cpnorm.__version__,
     )
 

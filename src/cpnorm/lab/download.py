@@ -13,6 +13,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from cpnorm.lab.data import NAMES, data_folders
+from cpnorm.lab.official import LAYOUTS, plain_or_packed
 
 Progress = Callable[[str, int, int], None]  # file, bytes that are here, bytes of the file
 
@@ -67,8 +68,13 @@ def get(
     if name not in NAMES:
         raise ValueError(f"expected a data set among {', '.join(NAMES)}, got {name!r}")
     folder = data_folders(data_dir)[0]
+    remotes = FILES.get(name, ())  # the embedded digits have none
+    if not any((folder / remote.path).exists() for remote in remotes):
+        for layout in LAYOUTS.get(name, ()):  # unpacked, say, or in another of the official formats
+            if layout.found_in(folder):
+                return [plain_or_packed(folder / file) for file in layout.files]
     paths = []
-    for remote in FILES.get(name, ()):  # the embedded digits have none
+    for remote in remotes:
         target = folder / remote.path
         url = f"{(address or ADDRESSES[name]).rstrip('/')}/{target.name}"
         if _size(target) != remote.size or _md5(target) != remote.md5:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,7 @@ def layer_table(run: Inspection) -> Table:
     assert run.summary is not None
     table = Table(box=SIMPLE)
     table.add_column("layer", overflow="fold")  # cut off, two names may look alike
-    table.add_column("shape")
+    table.add_column("shape", overflow="fold")
     for heading in ("rank", "exact rank", "weights", "of dense"):
         table.add_column(heading, justify="right")
     table.add_column("runs by")
@@ -135,7 +136,7 @@ def bars(values: Sequence[float], width: int = 10) -> str:
     >>> bars([1, 4, 8, 2])
     '▁▄█▂'
     """
-    picked = _evenly([abs(value) for value in values], width)
+    picked = _evenly([abs(value) for value in values if math.isfinite(value)], width)
     largest = max(picked, default=0) or 1.0
     return "".join(BARS[max(0, -int(-len(BARS) * value // largest) - 1)] for value in picked)
 
@@ -148,8 +149,9 @@ def trend(values: Sequence[float], width: int = 6) -> str:
     """
     if not values:
         return ""
-    low, high = min(values), max(values)
-    steps = [(value - low) / ((high - low) or 1.0) * len(BARS) for value in _evenly(values, width)]
+    finite = [value for value in values if math.isfinite(value)]  # some are not where the training diverged
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    steps = [(value - low) / ((high - low) or 1.0) * len(BARS) for value in _evenly(finite, width)]
     course = "".join(BARS[min(len(BARS) - 1, max(0, round(step) - 1))] for step in steps)
     return f"{values[0]:.3g} {course} {values[-1]:.3g}"
 

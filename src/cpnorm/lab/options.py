@@ -43,7 +43,7 @@ HELP = {
     "equal_angles": "learning rates by which vectors of all lengths turn by the same angle",
     "momentum": "momentum of SGD and RMSProp",
     "weight_decay": "weight decay",
-    "lambda_l1": "weight of Σ|λ| in the loss, which drives terms towards zero",
+    "lambda_l1": "weight of λ's 1-norm over its 2-norm in the loss, which drives terms towards zero",
     "label_smoothing": "label smoothing",
     "dropout": "use the dropout layers of the network",
     "schedule": "course of the learning rate",

@@ -21,9 +21,9 @@ from cpnorm.lab.compression import Cut, identity, start
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet, load
 from cpnorm.lab.jsonfiles import parse_object, read_lines, whole_lines
-from cpnorm.lab.paper import Compression, Row, Table
+from cpnorm.lab.paper import Compression, LayerRank, Row, Table
 from cpnorm.lab.portrait import portrait
-from cpnorm.lab.runs import RunError, RunFolder, environment
+from cpnorm.lab.runs import RunError, RunFolder, environment, read_json
 from cpnorm.lab.train import Observer, Options, Stop, Trainer, drive
 
 log = logging.getLogger("cpnorm.lab")
@@ -77,7 +77,13 @@ class Job:
     def first(self, done: Done, work: Path) -> Job:
         """What has to be run for it now: itself, or first once more the run whose network it starts from."""
         base = base_of(self, done)
-        return base.first(done, work) if base and base.folder(work).record() is None else self
+        begun = (self.folder(work) / "cut.json").exists()  # from a network that was the best one then
+        return self if base is None or begun or base.has_network(work) else base.first(done, work)
+
+    def has_network(self, work: Path) -> bool:
+        """Whether it was run here, and what it left is still there."""
+        folder = self.folder(work)
+        return folder.record() is not None and (folder / "model.safetensors").exists()
 
 
 def all_tables() -> dict[str, Table]:
@@ -100,7 +106,9 @@ def find_tables(keys: Sequence[str]) -> list[Table]:
     if unknown := [key for key in keys if "/" in key and key not in all_rows()]:
         rows = [row.key for key in dict.fromkeys(k.partition("/")[0] for k in unknown) for row in tables[key].rows]
         raise ValueError(f"unknown rows: {', '.join(unknown)}; there are {', '.join(rows)}")
-    return [tables[key] for key in (dict.fromkeys(k.partition("/")[0] for k in keys) or ORDER)]
+    ours = {table.key for table in beyond.TABLES}
+    asked = dict.fromkeys(k.partition("/")[0] for k in keys) or [key for key in tables if key not in ours]
+    return [tables[key] for key in asked]
 
 
 # --- the results folder ----------------------------------------------------------------------------------------------
@@ -111,11 +119,16 @@ class Results:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
 
     def lines(self) -> list[dict[str, Any]]:
         """All of them; a broken line is an error that names it, but for one that a killed process left unfinished."""
-        return [line for path in sorted(self.folder.glob("*.jsonl")) for line in read_lines(path)]
+        found = []
+        for path in sorted(self.folder.glob("*.jsonl")):
+            for line in read_lines(path):
+                if not {"row", "seed"} <= line.keys():
+                    raise ValueError(f"{path}: expected the row and seed of a run in every line, got {str(line)[:60]}")
+                found.append(line)
+        return found
 
     def done(self) -> Done:
         """By row and seed."""
@@ -124,6 +137,7 @@ class Results:
     def append(self, line: dict[str, Any]) -> None:
         """Whole and once, whatever other processes do meanwhile."""
         path = self.folder / f"{line['table']}.jsonl"
+        self.folder.mkdir(parents=True, exist_ok=True)
         with path.open("a+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
@@ -149,7 +163,7 @@ class Results:
     def claim(self, job: Job) -> Iterator[bool]:
         """Whether this process may run the job; others are kept from it until the end of the block or the process."""
         claims = self.folder / ".claims"
-        claims.mkdir(exist_ok=True)
+        claims.mkdir(parents=True, exist_ok=True)
         again = "--again" if job.again else ""
         with (claims / f"{job.row.key.replace('/', '--')}--{job.seed}{again}").open("a") as file:
             try:
@@ -268,9 +282,13 @@ def run_group(
         done = store.done()
         for job in mine:
             folder, base = job.folder(work), base_of(job, done)
+            if job.again and not job.has_network(work):
+                (folder / "record.json").unlink(missing_ok=True)  # of a network that somebody has removed
             if base and job.row.compression:
                 source, cut = base.folder(work), cut_of(job.row.compression)
-                stack.enter_context(folder.claimed(job.config, identity(source, cut)))
+                begun = (folder / "cut.json").exists()
+                same = read_json(folder / "cut.json") | cut.to_json() if begun else identity(source, cut)
+                stack.enter_context(folder.claimed(job.config, {key: same[key] for key in ("network", *cut.to_json())}))
                 trainer: Trainer = start(source, folder, cut, job.config, data, options)
             else:
                 stack.enter_context(folder.claimed(job.config))
@@ -332,20 +350,46 @@ def base_of(job: Job, done: Done) -> Job | None:
 # --- the rank tables --------------------------------------------------------------------------------------------------
 
 
-def estimate_ranks(table: Table, results: Path, seed: int = 0, announce: Callable[[str], None] = log.info) -> None:
+def missing_ranks(keys: Sequence[str], results: Results, seed: int = 0) -> dict[str, list[LayerRank]]:
+    """By table: the layers whose ranks are yet to be estimated."""
+    done = results.done()
+    layers = {t.key: [y for y in t.ranks if (f"{t.key}/{y.layer}", seed) not in done] for t in find_tables(keys)}
+    return {key: missing for key, missing in layers.items() if missing}
+
+
+def estimate_ranks(
+    keys: Sequence[str],
+    results: Path,
+    seed: int = 0,
+    stop: Stop | None = None,
+    announce: Callable[[str], None] = log.info,
+) -> None:
     """The paper's rank tables: ALS with growing rank on the freshly drawn layers."""
     store, where = Results(results), environment()
-    name = table.key.partition("-")[0]
+    for table, layers in missing_ranks(keys, store, seed).items():
+        _estimate(table, layers, store, where, seed, stop or Stop(), announce)
+
+
+def _estimate(
+    table: str,
+    layers: Sequence[LayerRank],
+    store: Results,
+    where: dict[str, Any],
+    seed: int,
+    stop: Stop,
+    announce: Callable[[str], None],
+) -> None:
+    name = table.partition("-")[0]
     torch.manual_seed(seed)
     model = models.build(name, *((3, 10, 32) if name == "alexnet" else (1, 10, 28)))
-    for layer in table.ranks:
-        key = f"{table.key}/{layer.layer}"
-        if (key, seed) in store.done():
-            continue
+    for layer in layers:
+        key = f"{table}/{layer.layer}"
+        if stop:
+            return
         started = time.perf_counter()
         weight = model.get_parameter(f"{layer.layer}.weight").detach()
         found = cpnorm.estimate_rank(weight, generator=torch.Generator().manual_seed(seed))
-        line = {"table": table.key, "row": key, "seed": seed, "rank": found.rank, "published": layer.rank}
+        line = {"table": table, "row": key, "seed": seed, "rank": found.rank, "published": layer.rank}
         line |= {
             "curve": [[r, round(f, 5)] for r, f in found.curve],
             "seconds": round(time.perf_counter() - started, 2),

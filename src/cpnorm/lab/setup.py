@@ -29,6 +29,8 @@ def build_model(config: Config, data: ImageSet, device: torch.device, progress: 
     if config.norm == "weight":
         return baselines.weight_norm(model, skip=config.skip)
     if config.norm == "tai":
+        if config.rank == "paper" and config.model != "alexnet":
+            raise ValueError(f"the paper has no ranks of Tai et al.'s form for {config.model}: give some with --rank")
         ranks = paper.TAI_RANKS if config.rank == "paper" else config.rank if isinstance(config.rank, dict) else None
         batch = normalize(data.train_images[:256], data.mean, data.std).to(device)
         return baselines.tai(model, ranks, skip=config.skip, images=batch)
@@ -92,7 +94,10 @@ def pick_device(asked: str | None, rank: int) -> torch.device:
     """The GPU of this process if there is one."""
     if asked is None:
         asked = f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
-    device = torch.device(asked)
+    try:
+        device = torch.device(asked)
+    except RuntimeError as error:
+        raise ValueError(f"expected a device such as cpu or cuda:1, got {asked!r}") from error
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError("expected a GPU for device 'cuda', but torch sees none")

@@ -39,6 +39,10 @@ class Options:
     checkpoint_every: float = 60.0  # seconds
     data_dir: str | Path | None = None
 
+    def __post_init__(self) -> None:
+        if not self.checkpoint_every >= 0:
+            raise ValueError(f"expected 0 or more seconds between checkpoints, got {self.checkpoint_every}")
+
 
 class Trainer:
     """One run in progress: the model, its optimizer, where it stands, and the epochs so far."""

@@ -61,13 +61,13 @@ def build(results: str | Path, data_dir: str | Path | None = None) -> Document:
         explorer_section(records),
         provenance(records),
     ]
-    return Document(TITLE, summary(everything, answers, records), sections)
+    return Document(TITLE, summary(everything), sections)
 
 
 # --- what agrees ------------------------------------------------------------------------------------------------------
 
 
-def summary(entries: Sequence[Comparison], answers: Sequence[Claim], records: Records) -> str:
+def summary(entries: Sequence[Comparison]) -> str:
     """The report in three sentences."""
     measured = [entry for entry in entries if entry.difference]
     if not measured:

@@ -243,10 +243,12 @@ def _points(
 
 
 def _mark(key: str, records: Records) -> Marked | None:
-    runs = records.finished(key)
+    everything = records.finished(key)
+    runs = that_learned(everything)
     accuracy = last_epochs(runs)
     weights = summarize(run.weights for run in runs if run.weights)
     if not accuracy or not weights:
         return None
     note = f"{key}: {accuracy.mean:.2f} %, {weights.mean:,.0f} weights, n = {accuracy.n}"
+    note += f" of {len(everything)}, the others never learned" if len(runs) < len(everything) else ""
     return weights.mean, accuracy.mean, accuracy.sd or 0.0, note

@@ -337,7 +337,7 @@ def compresses(records: Records) -> Claim:
 
 def _before_the_cut(records: Records, row: Row) -> list[float]:
     """Accuracies of the networks that a row's runs began with."""
-    return [run.raw["compress"]["accuracy_before"] for run in records.finished(row.key) if run.raw.get("compress")]
+    return [value for run in records.finished(row.key) if (value := run.before_the_cut) is not None]
 
 
 def _is_kept(loss: Difference) -> bool:

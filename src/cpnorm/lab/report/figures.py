@@ -41,7 +41,8 @@ def lambda_progress(figure: Figure, records: Records) -> Drawing | None:
     if run is None:
         return None
     trace = run.raw["layers"][figure.layer]
-    sigma, lambdas = numbers(trace.get("sigma")), [numbers(line) for line in trace.get("lambdas") or []]
+    kept = trace.get("lambdas")
+    sigma, lambdas = numbers(trace.get("sigma")), [numbers(line) for line in kept] if isinstance(kept, list) else []
     if not lambdas or not lambdas[0] or any(len(line) != len(lambdas[0]) for line in lambdas):
         return None
     terms = list(zip(*lambdas, strict=True))

@@ -123,8 +123,9 @@ def _grid(grid: Grid) -> str:
         f"<tr>{''.join(_cell(i, cell, grid.columns[i], i in starts) for i, cell in enumerate(row))}</tr>\n"
         for row in grid.rows
     )
+    prose = ' class="prose"' if all(column.words for column in grid.columns) else ""  # on a phone one below the other
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(grid.caption)}"><table>\n'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(grid.caption)}"><table{prose}>\n'
         f"<caption><span>{escape(grid.caption)}</span></caption>\n"
         f"<thead>{above}<tr>{heading}</tr></thead>\n<tbody>\n{body}</tbody>\n</table></div>\n"
     )
@@ -145,7 +146,8 @@ def _cell(index: int, cell: Cell, column: Column, start: bool) -> str:
     tone = f' data-tone="{escape(cell.tone)}"' if cell.tone else ""
     kind = 'th scope="row"' if index == 0 else "td"
     text = escape(cell.text).replace(" %", "&nbsp;%")
-    return f"<{kind}{_classes(column, start)}{value}{tone}>{text}</{kind[:2]}>"
+    label = f' data-label="{escape(column.name)}"' if index and column.words else ""
+    return f"<{kind}{_classes(column, start)}{value}{tone}{label}>{text}</{kind[:2]}>"
 
 
 # --- the explorer -----------------------------------------------------------------------------------------------------

@@ -38,10 +38,18 @@ class Run:
         return config if isinstance(config, dict) else {}
 
     @property
+    def before_the_cut(self) -> float | None:
+        """Accuracy of the network that was truncated."""
+        return self._around_the_cut("accuracy_before")
+
+    @property
     def right_after_the_cut(self) -> float | None:
         """Accuracy of a truncated network before its fine-tuning."""
+        return self._around_the_cut("accuracy_cut")
+
+    def _around_the_cut(self, key: str) -> float | None:
         cut = self.raw.get("compress")
-        value = cut.get("accuracy_cut") if isinstance(cut, dict) else None
+        value = cut.get(key) if isinstance(cut, dict) else None
         return float(value) if isinstance(value, int | float) and 0 <= value <= 100 else None
 
 
