@@ -46,8 +46,6 @@ def export_onnx(
     if missing:
         raise ImportError(f"export_onnx needs {' and '.join(missing)}: pip install 'cpnorm[onnx]'")
     expect_model(model)
-    if not Path(path).name or not Path(path).parent.is_dir():
-        raise FileNotFoundError(f"expected a file in a folder that is there, got {path}")
     with torch.autocast("cpu", enabled=False):  # whatever surrounds this call
         _export(model, example_input, Path(path), dynamic_batch, check)
 
@@ -63,6 +61,8 @@ def _export(model: nn.Module, example_input: Inputs, path: Path, dynamic_batch: 
     with torch.no_grad():
         single = isinstance(plain(*args, **kwargs), Tensor)
 
+    if not path.name or not path.parent.is_dir():
+        raise FileNotFoundError(f"expected a file in a folder that is there, got {path}")
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.onnx")
     try:
         with _quiet():
