@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,6 +44,11 @@ def has_hooks(module: nn.Module) -> bool:
     """Whether somebody wants to hear of its calls, or to change them."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, kind) for kind in kinds)
+
+
+def places_in(model: nn.Module) -> Counter[int]:
+    """In how many places of the model each module stands, by its id."""
+    return Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
 
 
 def calls_of(model: nn.Module, dense: nn.Module, example_input: Inputs) -> dict[str, list[Call]]:

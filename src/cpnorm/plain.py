@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
 from operator import getitem
@@ -14,7 +13,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 from torch.nn.modules.conv import _ConvNd
 
-from cpnorm.calls import has_hooks
+from cpnorm.calls import has_hooks, places_in
 from cpnorm.convert import canonical_layers, fold
 from cpnorm.forms import chain
 from cpnorm.layers import CPLayer
@@ -65,7 +64,7 @@ def lighten_relus(model: nn.Module) -> bool:
     overwrite is the output of a linear layer, a convolution or a pooling: nobody else should see it, and no gradient
     needs it.
     """
-    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    places = places_in(model)
     lighter = False
     for sequence in model.modules():
         if not isinstance(sequence, nn.Sequential) or type(sequence).forward is not nn.Sequential.forward:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cpnorm.arguments import Inputs
-from cpnorm.calls import has_hooks, run
+from cpnorm.calls import has_hooks, places_in, run
 from cpnorm.layers import CPConv2d, CPLayer, CPLinear
 from cpnorm.plain import DROPOUTS, halves_maps
 from cpnorm.stages import Closing, Stage, opening_of, stage_of, takes
@@ -54,7 +54,7 @@ def put_stages(model: nn.Module, widest: int) -> dict[str, str]:
     A first layer of few input channels runs on patches of the image, whatever its number of terms, but not for 0.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    places = places_in(model)
     tied = Counter(id(module.lambdas) for module in model.modules() if isinstance(module, CPLayer))
     staged: dict[str, str] = {}
 
@@ -109,7 +109,7 @@ def put_closings(model: nn.Module) -> bool:
 
     A batch norm right behind a convolution goes into its weights.
     """
-    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    places = places_in(model)
     tied = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
     found = False
     for line in lines_of(model):
@@ -179,7 +179,7 @@ def kernels_are_right(model: nn.Module, example_input: Inputs) -> bool:
 def lines_of(model: nn.Module) -> list[list[Place]]:
     """Places whose layers are called one after the other, a Sequential inside of another as part of it."""
     lines: list[list[Place]] = []
-    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    places = places_in(model)
     seen = {module for module, count in places.items() if count > 1}  # what stands in several places is in no line
 
     def walk(module: nn.Module, line: list[Place] | None) -> None:
