@@ -14,7 +14,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import save_file, save_model
 from torch import nn
 
 import laws
@@ -203,6 +204,17 @@ def test_tied_layers_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
     plain = load(path, model)
     assert plain.two.weight is plain.one.weight
     assert type(plain.two) is nn.Linear
+
+
+def test_files_of_safetensors_own_that_leave_out_tied_keys(tmp_path: Path) -> None:
+    model, path, x = Tied(), tmp_path / "model.safetensors", torch.randn(3, 6)
+    save_model(model, str(path))
+    with safe_open(path, "pt") as file:
+        assert len(file.keys()) < len(model.state_dict())
+    again = load(path, Tied())
+    assert torch.equal(again(x), model(x))
+    assert again.two.weight is again.one.weight
+    unchanged(path, Tied(tie=False), "missing in the file")
 
 
 def test_ties_the_file_does_not_have(tmp_path: Path) -> None:

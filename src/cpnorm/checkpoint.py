@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -60,7 +60,7 @@ def load(path: PathLike, model: Module) -> Module:
     expect_model(model)
     target = _unwrapped(model)
     with opened(Path(path)) as reader:
-        content = read_content(Path(path), reader)
+        content = _with_ties_of(target, read_content(Path(path), reader))
         wanted = _wanted(content, target)
         _check_shapes(content, wanted)
         stored = {key: reader.get_tensor(key) for key in content.shapes if key not in content.tied}
@@ -92,6 +92,16 @@ class _Wanted:
 
     shape: Shape
     home: tuple[int, str]
+
+
+def _with_ties_of(model: nn.Module, content: Content) -> Content:
+    """safetensors' own ``save_model`` writes one of the keys of a tied tensor: the model knows the others."""
+    state = model.state_dict(keep_vars=True)
+    there = {id(value): key for key, value in state.items() if key in content.shapes}
+    left_out = {k: there[id(v)] for k, v in state.items() if k not in content.shapes and id(v) in there}
+    shapes = {key: content.shapes[twin] for key, twin in left_out.items()}
+    tied = {key: content.source(twin) for key, twin in left_out.items()}
+    return replace(content, shapes=content.shapes | shapes, tied=content.tied | tied)
 
 
 def _wanted(content: Content, model: nn.Module) -> dict[str, _Wanted]:
