@@ -13,6 +13,7 @@ from typing import Any
 import latex2mathml.converter
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 # Files of the repository that are pages of the site as well.
@@ -50,6 +51,12 @@ def moved(text: str, source: str, page: str) -> str:
 
     text = text.replace(r"\~", "~")  # an escape that GitHub needs and this Markdown does not know
     return re.sub(r"\]\((?!\w+:|#)(?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)", link, text)
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Links of pages of docs/ to files outside of it."""
+    source = page.file.src_uri
+    return moved(markdown, f"docs/{source}", source) if (ROOT / "docs" / source).exists() else markdown
 
 
 def on_page_content(content: str, **_: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -302,3 +303,9 @@ def test_pruned_and_parametrized_lambdas_are_refused() -> None:
                 act(model)
         assert list(model.state_dict()) == keys
         assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("half", [0.5, np.float32(0.5), np.float64(0.5), torch.tensor(0.5)])
+def test_shares_of_the_rank_in_any_library_s_numbers(half: object) -> None:
+    assert cpnorm.canonical_norm(nn.Linear(8, 8), half).rank == 4
+    assert cpnorm.canonical_norm(nn.Linear(8, 8), half + half).rank == 8  # all of it, not one term

@@ -443,3 +443,27 @@ def test_the_replayed_graph_finds_what_single_steps_find():
     assert relative_error(cp.select(torch.arange(7, device="cuda")), weight) > relative_error(cp, weight)
     left_over = (weight - cp.to_dense()).square().sum()
     torch.testing.assert_close(left_over, weight.square().sum() - cp.lambdas.square().sum(), rtol=1e-3, atol=0)
+
+
+def structured(name: str) -> Tensor:
+    """Weights of a rank far below the bound, as people write them by hand."""
+    line = torch.tensor([0.25, 0.75, 0.75, 0.25])
+    kernel = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
+    return {
+        "constant": torch.full((16, 8, 3, 3), 0.01),
+        "box": torch.full((8, 1, 3, 3), 1 / 9),
+        "bilinear": torch.outer(line, line).expand(8, 1, 4, 4),
+        "inflated": kernel.expand(8, 6, 3, 3) / 6,
+    }[name]
+
+
+@pytest.mark.parametrize("times", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["constant", "box", "bilinear", "inflated"])
+def test_power_where_nothing_is_left_for_most_terms(name: str, dtype: torch.dtype, times: int) -> None:
+    weight = structured(name).to(dtype)
+    rank = times * exact_rank(weight.shape)
+    for seed in range(4):
+        cp = cp_power(weight, rank, generator=torch.Generator().manual_seed(seed))
+        assert cp.fit(weight) > 0.99999
+        assert cp.lambdas.abs().max() < 3 * weight.norm()

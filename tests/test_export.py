@@ -174,3 +174,9 @@ def test_exported_inside_autocast(tmp_path: Path) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         export_onnx(canonical_norm(nn.Linear(4, 4)), torch.randn(2, 4), tmp_path / "linear.onnx")
     assert (tmp_path / "linear.onnx").exists()
+
+
+def test_convolutions_in_double_precision_which_onnxruntime_does_not_have(tmp_path: Path) -> None:
+    model = canonical_norm(nn.Sequential(nn.Conv1d(3, 4, 3))).double()
+    export_onnx(model, torch.randn(2, 3, 9).double(), tmp_path / "double.onnx")
+    assert os.listdir(tmp_path) == ["double.onnx"]

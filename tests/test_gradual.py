@@ -72,6 +72,8 @@ def test_a_budget_out_of_reach_is_an_error_at_once() -> None:
         GradualTruncation(model, None, steps=3, params=10)
     with pytest.raises(ValueError, match="expected exactly one budget"):
         GradualTruncation(model, None, steps=3)
+    with pytest.raises(TypeError, match=r"no rehearsal: use truncate\(\.\.\., dry_run=True\)"):
+        GradualTruncation(model, None, steps=2, rate=0.5, dry_run=True)
     with pytest.raises(ValueError, match="expected steps >= 1, got 0"):
         GradualTruncation(model, None, steps=0, rate=0.5)
     assert ranks(model) == before

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cpnorm.arguments import expect
+from cpnorm.arguments import expect, whole
 from cpnorm.tensor import khatri_rao, split_modes
 
 Path = Literal["rebuild", "factors"]
@@ -143,7 +143,7 @@ def plan(
     """
     expect(layer, LAYERS, "a linear or convolutional layer")
     if not isinstance(rank, int) or rank < 0:
-        raise ValueError(f"expected rank >= 0, got {rank!r}")
+        rank = whole("rank", rank, least=0)
     weight = modes if modes is not None else weight_shape(layer)
     size = math.prod(weight)
     if isinstance(layer, nn.Linear):

@@ -307,10 +307,10 @@ def _resolve_rank(
         if asked != "exact":
             raise ValueError(f"expected a number or 'exact' as rank, got {asked!r} for {_title(name, layer)}")
         return exact
-    if isinstance(asked, float):
+    if isinstance(asked, float) or "float" in str(getattr(asked, "dtype", "")):  # Python's, numpy's or torch's
         if not (is_number(asked) and 0 < asked <= 1):
             raise ValueError(f"expected 0 < rank fraction <= 1, got {asked} for {_title(name, layer)}")
-        return max(1, round(asked * exact))
+        return max(1, round(float(asked) * exact))
     terms = whole("rank", asked, where=f" for {_title(name, layer)}")
     return min(terms, exact) if whole_model and not isinstance(rank, Mapping) else terms
 

@@ -124,7 +124,7 @@ def cp_power(
         for _ in range(iterations):
             values = power_sweep(residual, transposed, candidates)
         candidates[0], lengths = unit_rows(candidates[0])
-        values = values / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
+        values = torch.where(lengths > 0, values / lengths, 0.0)
         best = values.argmax(keepdim=True)
         winner = [c[best] for c in candidates]  # (1, d)
         long_side, short_side = winner[0][0] * values[best], reduce(torch.kron, [w[0] for w in winner[1:]])
@@ -217,8 +217,8 @@ def estimate_rank(
 
     The paper lets the rank grow until the fit is near 1. Here it grows in sixteenths of the exact rank (below the first
     of them in powers of two), each time from the terms found before and new ones from what they leave over, and then
-    bisects the last step. Each rank gets so many ``sweeps`` at most; more may find a lower rank. For a matrix the
-    singular values give the answer at once; ``fit=1`` asks for its numerical rank. The curve ends at the exact rank.
+    bisects the last step. Each rank gets so many ``sweeps`` at most; more may find a lower rank, but hardly one
+    where the fit is to be within 1e-4 of 1: they end when they gain too little. For a matrix the singular values give the answer at once; ``fit=1`` asks for its numerical rank. The curve ends at the exact rank.
 
     >>> weight = cp_power(torch.randn(16, 8, 3, 3), 6).to_dense()
     >>> estimate_rank(weight, generator=torch.Generator().manual_seed(0)).rank

@@ -41,6 +41,8 @@ class GradualTruncation:
         data: Iterable[Batch] | None = None,
         **options: Any,
     ) -> None:
+        if "dry_run" in options:
+            raise TypeError("GradualTruncation is no rehearsal: use truncate(..., dry_run=True)")
         expect(optimizer, (torch.optim.Optimizer, type(None)), "a torch.optim.Optimizer or None as optimizer")
         self.model, self.optimizer, self.steps, self.taken = model, optimizer, whole("steps", steps), 0
         self.options: dict[str, Any] = {"data": None if data is None else list(data), **options}
@@ -86,7 +88,7 @@ class GradualTruncation:
 
 
 def lambda_penalty(model: nn.Module) -> Tensor:
-    """A number in (0, 1] to add to the loss: 1 where all lambdas of a layer are alike, small where few do the work.
+    """A number in [0, 1] to add to the loss: 1 where all lambdas of a layer are alike, small where few do the work.
 
     Per layer |lambda|_1 / (sqrt(R) |lambda|_2), averaged with the layers' weights. A plain 1-norm can be made small
     without any sparsity, by shrinking a layer whose scale the next one restores; this ratio has no scale.

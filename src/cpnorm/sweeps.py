@@ -123,9 +123,14 @@ def _solve_damped(normal: Tensor, eye: Tensor, right: Tensor, damping: float) ->
 
 
 def unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:  # (..., d) -> (..., d), (...)
-    """Rows divided by their norms, and the norms; a row of zeros stays zero."""
+    """Rows divided by their norms, and the norms; a row of zeros stays zero, and one whose squares vanish is one.
+
+    What a decomposition has left over may be as small as that, and has no direction any more.
+    """
+    limits = torch.finfo(rows.dtype)
     norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    return rows / norms.clamp_min(torch.finfo(rows.dtype).tiny), norms.squeeze(-1)
+    alive = norms > math.sqrt(limits.tiny / limits.eps)
+    return torch.where(alive, rows / norms, 0.0), torch.where(alive, norms, 0.0).squeeze(-1)
 
 
 def random_units(count: int, size: int, like: Tensor, generator: torch.Generator | None) -> Tensor:  # (count, size)

@@ -63,7 +63,10 @@ def aligned(matrix: Tensor) -> Tensor:  # (d, R) -> (d, R rounded up to 8 on a G
 
 
 def inverse_norms(factor: Tensor) -> Tensor:  # (d, R) -> (R,)
-    """1 / 2-norm of each column, at least in float32; 0 for a column of zeros, and no gradient there."""
+    """1 / 2-norm of each column, at least in float32; 0 for a column of zeros, and no gradient there.
+
+    0 also for one whose squares are infinite (a norm above 1.8e19): training has run wild, and goes on without it.
+    """
     wide = factor.float() if factor.dtype in (torch.float16, torch.bfloat16) else factor
     squares = wide.square().sum(0)
     alive = ~(squares <= torch.finfo(wide.dtype).tiny)  # NaN is no zero: it stays, for all to see
