@@ -217,8 +217,9 @@ def estimate_rank(
 
     The paper lets the rank grow until the fit is near 1. Here it grows in sixteenths of the exact rank (below the first
     of them in powers of two), each time from the terms found before and new ones from what they leave over, and then
-    bisects the last step. Each rank gets so many ``sweeps`` at most; more may find a lower rank, but hardly one
-    where the fit is to be within 1e-4 of 1: they end when they gain too little. For a matrix the singular values give the answer at once; ``fit=1`` asks for its numerical rank. The curve ends at the exact rank.
+    bisects the last step. Each rank gets so many ``sweeps`` at most; more may find a lower rank, but hardly where the
+    fit is to be within 1e-4 of 1: they end when they gain too little. For a matrix the singular values give the answer
+    at once; ``fit=1`` asks for its numerical rank. The curve ends at the exact rank.
 
     >>> weight = cp_power(torch.randn(16, 8, 3, 3), 6).to_dense()
     >>> estimate_rank(weight, generator=torch.Generator().manual_seed(0)).rank
