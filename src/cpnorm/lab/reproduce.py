@@ -287,8 +287,8 @@ def run_group(
             if base and job.row.compression:
                 source, cut = base.folder(work), cut_of(job.row.compression)
                 begun = (folder / "cut.json").exists()
-                same = read_json(folder / "cut.json") | cut.to_json() if begun else identity(source, cut)
-                stack.enter_context(folder.claimed(job.config, {key: same[key] for key in ("network", *cut.to_json())}))
+                known = read_json(folder / "cut.json") if begun else identity(source, cut)
+                stack.enter_context(folder.claimed(job.config, {"network": known["network"], **cut.to_json()}))
                 trainer: Trainer = start(source, folder, cut, job.config, data, options)
             else:
                 stack.enter_context(folder.claimed(job.config))
