@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from cpnorm.layers import CPLayer
-from cpnorm.observe import output_modes
 from cpnorm.tensor import khatri_rao, unit_columns
 
 CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -77,7 +76,8 @@ def _moves(conv: _ConvNd, axis: int) -> bool:
 
 def linear_modes(layer: nn.Linear) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The modes that make up the outputs, and those that make up the inputs."""
-    modes, count = cast(CPLayer, layer).modes, output_modes(layer)
+    modes = cast(CPLayer, layer).modes
+    count = next(n for n in range(1, len(modes)) if math.prod(modes[:n]) == layer.out_features)
     return modes[:count], modes[count:]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from cpnorm.arguments import as_arguments
 from cpnorm.contract import LAYERS, plan
+from cpnorm.forms import linear_modes
 from cpnorm.layers import CPLayer
 from cpnorm.tensor import CPTensor, khatri_rao
 
@@ -142,7 +143,7 @@ def term_responses(layer: CPLayer, *args: Any, **kwargs: Any) -> Tensor:  # -> (
     twin._parameters, twin._modules = dict(layer._parameters), dict(layer._modules)
     units, copies = torch.eye(layer.rank, dtype=layer.lambdas.dtype, device=layer.lambdas.device), 1
     if isinstance(layer, nn.Linear):
-        factors = [units, *layer.factors[output_modes(layer) :]]
+        factors = [units, *layer.factors[len(linear_modes(layer)[0]) :]]
         twin.out_features = layer.rank
     elif cast(nn.modules.conv._ConvNd, layer).transposed:
         factors = [layer.factors[0], units, *layer.factors[2:]]  # the groups share the output vectors
@@ -164,16 +165,10 @@ def by_position(layer: nn.Module, y: Tensor) -> Tensor:  # -> (positions, G, fea
     return y.reshape(-1, groups, y.shape[-1] // groups).float()
 
 
-def output_modes(layer: nn.Linear) -> int:
-    """How many of a canonical linear layer's modes make up its outputs."""
-    modes = cast(CPLayer, layer).modes
-    return next(n for n in range(1, len(modes)) if math.prod(modes[:n]) == layer.out_features)
-
-
 def output_vectors(layer: CPLayer, cp: CPTensor) -> Tensor:  # -> (G, O / G, R); G is 1 where groups share them
     """What takes the terms' responses to the outputs, in a layer whose weight has this form."""
     if isinstance(layer, nn.Linear):
-        return khatri_rao(cp.factors[: output_modes(layer)])[None]
+        return khatri_rao(cp.factors[: len(linear_modes(layer)[0])])[None]
     convolution = cast(nn.modules.conv._ConvNd, layer)
     return cp.factors[1][None] if convolution.transposed else cp.factors[0].reshape(convolution.groups, -1, cp.rank)
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cpnorm.decompose import cp_als
+from cpnorm.forms import linear_modes
 from cpnorm.layers import CPLayer
-from cpnorm.observe import Instead, by_position, identity, output_modes, output_vectors, term_responses, watch
+from cpnorm.observe import Instead, by_position, identity, output_vectors, term_responses, watch
 from cpnorm.tensor import CPTensor
 
 REFITS = ("none", "lambdas", "als", "outputs")
@@ -84,7 +85,7 @@ def refit_outputs(
     done = dict(forms)
     for name in (name for name in order if name in forms):
         layer = layers[name]
-        if not (isinstance(layer, nn.Linear) and output_modes(layer) > 1):
+        if not (isinstance(layer, nn.Linear) and len(linear_modes(layer)[0]) > 1):
             twins = [module for module in model.modules() if identity(module) == identity(layer)]
             instead = {p: value for name, form in done.items() for p, value in form.instead(layers[name]).items()}
             sums = _sums(model, twins, instead, inputs)
