@@ -329,8 +329,8 @@ def compresses(records: Records) -> Claim:
     explanation = (
         " ".join(sentences) + f" A loss is one that the test shows, or a mean more than {TOLERATED:g} point lower: few "
         "runs show little. The network that was cut is the best of its seeds, chosen on the test set as in the "
-        "paper, and trained again where it was not kept; where there are two, later seeds found a better one. The "
-        "difference to it leaves that choice out."
+        "paper, and trained again where it was not kept; where there are two, later seeds found a better one, or it "
+        "was trained again twice. The difference to it leaves that choice out."
     )
     return Claim("compression", COMPRESSION_QUESTION, COMPRESSION_PAPER, answer, explanation, grid)
 
