@@ -18,7 +18,7 @@ import official_files
 import synthetic_results
 from cpnorm.lab import paper
 from cpnorm.lab.report import RecordError, build, write_markdown, write_report
-from cpnorm.lab.report.document import Explorer, Gallery, Grid, Section
+from cpnorm.lab.report.document import Explorer, Gallery, Grid, Section, Text
 from cpnorm.lab.report.markdown import standalone
 from cpnorm.lab.report.plots import Plot, Scale, png
 from cpnorm.lab.runs import RunError
@@ -145,6 +145,28 @@ class TestDocument:
         cells = {row[0].text: [cell.text for cell in row[2:]] for row in grid.rows}
         assert cells["features.0"] == ["36", "27", "27", "9 terms more than any tensor of this size needs"]
         assert cells["features.3"] == ["571", "576", "565", "no larger than the bound"]
+
+    def test_time_counts_once_where_runs_shared_a_device(self, tmp_path):
+        folder = synthetic_results.write(tmp_path / "results", seeds=2)
+        path = folder / "cifar10.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        alone, text = len(lines) // 2, [json.dumps(line | {"at_once": 4}) for line in lines[: len(lines) // 2]]
+        path.write_text("\n".join([*text, *(json.dumps(line | {"at_once": 1}) for line in lines[alone:])]) + "\n")
+        for other in set(folder.glob("*.jsonl")) - {path}:
+            other.unlink()
+        minutes = (alone / 4 + len(lines) - alone) * 61.5 / 60
+        provenance = next(section for section in build(folder).sections if section.key == "provenance")
+        first = provenance.blocks[0]
+        assert isinstance(first, Text)
+        assert f"{len(lines)} belong to the paper's rows and took {minutes:.0f} minutes" in first.text
+
+    @pytest.mark.parametrize(("seeds", "share"), [(3, "0"), (8, "6"), (9, "all")])  # one diverges
+    def test_summary_says_how_many_rows_are_complete(self, tmp_path, seeds, share):
+        folder = synthetic_results.write(tmp_path / "results", seeds)
+        for other in set(folder.glob("*.jsonl")) - {folder / "mnist.jsonl"}:
+            other.unlink()
+        start = f"7 of the paper's 40 accuracies are measured, {share} of them with 8 seeds or more."
+        assert build(folder).summary.startswith(start)
 
     def test_every_figure_is_drawn(self, results, tmp_path):
         official_files.write_mnist(tmp_path, official_files.make("mnist"))

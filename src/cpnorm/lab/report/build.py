@@ -73,9 +73,10 @@ def summary(entries: Sequence[Comparison]) -> str:
     if not measured:
         return f"None of the paper's {len(entries)} accuracies has been measured yet."
     complete = sum(entry.runs >= PUBLISHED_RUNS for entry in measured)
+    share = "all" if complete == len(measured) else str(complete)
     counts = Counter(entry.status for entry in measured)
     return (
-        f"{len(measured)} of the paper's {len(entries)} accuracies are measured, {complete} of them with "
+        f"{len(measured)} of the paper's {len(entries)} accuracies are measured, {share} of them with "
         f"{PUBLISHED_RUNS} seeds or more. {counts['within']} lie within one published standard deviation of the "
         f"published mean, {counts['above']} above it and {counts['below']} below."
     )
@@ -307,12 +308,14 @@ def provenance(records: Records) -> Section:
     runs = records.all_runs()
     section = Section("provenance", "Where the numbers come from")
     diverged = sum(run.diverged is not None for run in runs)
-    hours = sum(run.seconds for run in runs) / 3600
+    papers = [run for table in paper.tables() for row in table.rows for run in records.runs.get(row.key, [])]
+    minutes = sum(run.device_seconds for run in papers) / 60
     section.blocks.append(
         Text(
-            f"{len(runs)} runs, {diverged} of them diverged; {hours:.1f} hours of training when each run's time is "
-            "added up (several share a GPU). Every number of ours on this page is computed from the "
-            "result files, but for those in the tested explanations, which are written by hand."
+            f"{len(runs)} runs, {diverged} of them diverged. {len(papers)} belong to the paper's rows and took "
+            f"{minutes:.0f} minutes of a device, each counted with its part where several shared one. Every number of "
+            "ours on this page is computed from the result files, but for those in the tested explanations, which are "
+            "written by hand."
         )
     )
     keys = ("gpu", "torch", "cuda", "python", "cpnorm", "commit")

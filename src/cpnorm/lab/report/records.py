@@ -38,6 +38,12 @@ class Run:
         return config if isinstance(config, dict) else {}
 
     @property
+    def device_seconds(self) -> float:
+        """Its part of a device that several runs may have shared."""
+        sharing = self.raw.get("at_once")
+        return self.seconds / sharing if isinstance(sharing, int) and sharing > 0 else self.seconds
+
+    @property
     def before_the_cut(self) -> float | None:
         """Accuracy of the network that was truncated."""
         return self._around_the_cut("accuracy_before")
