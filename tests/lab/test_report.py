@@ -160,12 +160,12 @@ class TestDocument:
         assert isinstance(first, Text)
         assert f"{len(lines)} belong to the paper's rows and took {minutes:.0f} minutes" in first.text
 
-    @pytest.mark.parametrize(("seeds", "share"), [(3, "0"), (8, "6"), (9, "all")])  # one diverges
+    @pytest.mark.parametrize(("seeds", "share"), [(3, "0"), (8, "all")])
     def test_summary_says_how_many_rows_are_complete(self, tmp_path, seeds, share):
         folder = synthetic_results.write(tmp_path / "results", seeds)
-        for other in set(folder.glob("*.jsonl")) - {folder / "mnist.jsonl"}:
+        for other in set(folder.glob("*.jsonl")) - {folder / "init-adam.jsonl"}:
             other.unlink()
-        start = f"7 of the paper's 40 accuracies are measured, {share} of them with 8 seeds or more."
+        start = f"3 of the paper's 40 accuracies are measured, {share} of them with 8 seeds or more."
         assert build(folder).summary.startswith(start)
 
     def test_every_figure_is_drawn(self, results, tmp_path):
