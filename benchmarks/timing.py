@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -152,7 +153,7 @@ def write(
     path = RESULTS / f"{script}_{device}.json"
     record = {
         "title": title,
-        "command": " ".join(["python", f"benchmarks/{script}.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", f"benchmarks/{script}.py", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
         "commit": _commit(),
         "machine": machine(),

@@ -139,6 +139,8 @@ def main() -> None:
         PEERS["the authors' code"] = lambda model: peers.authors_code(model, peers.RANKS, args.reference)
     data = random_images(12_800).to(args.device)
     methods = args.methods or [*OURS, *PEERS]
+    if unknown := set(methods) - {*OURS, *PEERS}:
+        parser.error(f"unknown methods: {', '.join(sorted(unknown))}; there are {', '.join([*OURS, *PEERS])}")
     _, left_out = peers.installed({name: partial(PEERS[name], alexnet()) for name in methods if name in PEERS})
     methods = [name for name in methods if name not in left_out]
 

@@ -22,7 +22,8 @@ def portrait(trainer: Trainer) -> dict[str, Any]:
     for line in trainer.history:
         for name, entry in line["layers"].items():
             if "lambdas" in entry and name.endswith("features.0"):
-                trace = layers.setdefault(name, {"sigma": [], "lambdas": []})
+                start = [round(value, 5) for value in trainer.initial_lambdas[name].tolist()]
+                trace = layers.setdefault(name, {"initial": start, "sigma": [], "lambdas": []})
                 trace["sigma"].append(entry["sigma"])
                 trace["lambdas"].append(entry["lambdas"])
     histograms = {}

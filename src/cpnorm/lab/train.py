@@ -240,6 +240,7 @@ class Trainer:
             "stopped_early": self.stopped_early(),
             "epochs": self.epoch,
             "seconds": round(self.seconds, 2),
+            "precision": self.precision,  # what "auto" came to
             "step": self.step.kind,
             "curve": curve,
             "environment": environment(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -45,31 +44,35 @@ def lambda_progress(figure: Figure, records: Records) -> Drawing | None:
     sigma, lambdas = numbers(trace.get("sigma")), [numbers(line) for line in kept] if isinstance(kept, list) else []
     if not lambdas or not lambdas[0] or any(len(line) != len(lambdas[0]) for line in lambdas):
         return None
-    terms = list(zip(*lambdas, strict=True))
-    values = [*sigma, *(value for line in lambdas for value in line)]
+    initial = numbers(trace.get("initial"))  # older records begin with the end of the first epoch
+    first = 0 if len(initial) == len(lambdas[0]) else 1
+    terms = list(zip(*([initial] if first == 0 else []), *lambdas, strict=True))
+    values = [*sigma, *(value for term in terms for value in term)]
     margin = 0.05 * (max(values) - min(values))
     plot = Plot(
         figure.title,
-        (1, len(lambdas)),
+        (first, len(lambdas)),
         (min(values) - margin, max(values) + margin),
         x_label="epoch",
         y_label="value",
     )
     for term in terms:
-        plot.line(list(enumerate(term, 1)), "s2 thin" if term[-1] >= term[0] else "s2 thin shrinking")
+        plot.line(list(enumerate(term, first)), "s2 thin" if term[-1] >= term[0] else "s2 thin shrinking")
     if sigma:
         plot.line(list(enumerate(sigma, 1)), "s1", "σ")
     plot.name("line", "s2 thin", "λ that grows")
     plot.name("line", "s2 thin shrinking", "λ that shrinks")
-    early = max(1, math.ceil(len(lambdas) / 10))
-    way = sum(abs(b - a) for term in terms for a, b in pairwise(term))
-    first = sum(abs(b - a) for term in terms for a, b in pairwise(term[: early + 1]))
-    share = f" The first tenth of the epochs holds {100 * first / way:.0f} % of the way all λ go." if way else ""
     grown = sum(term[-1] >= term[0] for term in terms)
+    since = "" if first == 0 else " from the end of the first epoch on"
     caption = (
-        f"{figure.title}: {figure.row}, seed {run.seed}. {grown} of {len(terms)} λ grow;"
-        f" at the end they lie between {min(lambdas[-1]):.2f} and {max(lambdas[-1]):.2f}.{share}"
+        f"{figure.title}: {figure.row}, seed {run.seed}. {grown} of {len(terms)} λ grow{since};"
+        f" at the end they lie between {min(lambdas[-1]):.2f} and {max(lambdas[-1]):.2f}."
     )
+    steps = [sum(abs(b - a) for a, b in zip(*pair, strict=True)) for pair in pairwise(zip(*terms, strict=True))]
+    if tenth := len(steps) // 10:
+        shares = [100 * sum(part) / (sum(steps) or 1.0) for part in (steps[:tenth], steps[-tenth:])]
+        caption += f" Of the way that all λ go{since}, {shares[0]:.0f} % fall into the first tenth of it"
+        caption += f" and {shares[1]:.0f} % into the last."
     return Drawing(figure.key, plot.svg(), caption.replace("-0.", "−0.").replace(" -", " −"))
 
 
