@@ -434,3 +434,38 @@ def test_the_energy_that_is_kept_has_no_scale(scale: float) -> None:
     expected = cpnorm.truncate(copy.deepcopy(layer), rate=0.5).energy
     layer.sigma.data *= scale
     assert cpnorm.truncate(layer, rate=0.5).energy == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_term_with_a_zero_vector_goes_first() -> None:
+    torch.manual_seed(0)
+    model = cpnorm.canonical_norm(nn.Linear(8, 8))
+    with torch.no_grad():
+        model.lambdas[0] = 100
+        model.factors[0][:, 0] = 0
+    before = model.weight.detach().clone()
+    report = cpnorm.truncate(model, ranks=7)
+    assert torch.allclose(model.weight, before, atol=1e-5)
+    assert report.layers[0].rank_after == 7
+
+
+def test_budgets_that_reach_no_canonical_layer_are_refused() -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.idle = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    model, x = cpnorm.canonical_norm(Unused(), skip="used"), torch.randn(3, 4)
+    with pytest.raises(ValueError, match="expected an example_input that reaches a canonical layer"):
+        cpnorm.truncate(model, flops=100, example_input=x)
+    with pytest.raises(ValueError, match="expected data that reach a canonical layer"):
+        cpnorm.truncate(model, rate=0.5, data=[(x, torch.zeros(3))])
+
+
+def test_a_gradient_is_found_inside_inference_mode() -> None:
+    model, x = cpnorm.canonical_norm(nn.Linear(4, 3)), torch.randn(5, 4)
+    data = [(x, torch.tensor([0, 1, 2, 0, 1]))]
+    with torch.inference_mode():
+        assert cpnorm.truncate(model, ranks=2, criterion="taylor", data=data).layers[0].rank_after == 2

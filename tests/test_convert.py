@@ -309,3 +309,65 @@ def test_pruned_and_parametrized_lambdas_are_refused() -> None:
 def test_shares_of_the_rank_in_any_library_s_numbers(half: object) -> None:
     assert cpnorm.canonical_norm(nn.Linear(8, 8), half).rank == 4
     assert cpnorm.canonical_norm(nn.Linear(8, 8), half + half).rank == 8  # all of it, not one term
+
+
+class Gated(nn.Linear):
+    def gate(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self(x))
+
+
+class Scaled(nn.Linear):
+    gain = 0.5
+
+
+class Odd(nn.Conv2d):
+    def _call_impl(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        return 2 * super()._call_impl(*args, **kwargs)
+
+
+@pytest.mark.parametrize("layer", [Gated(4, 3), Scaled(4, 3), Odd(3, 4, 3)], ids=lambda layer: type(layer).__name__)
+def test_a_subclass_that_others_may_ask_for_something_is_left_alone(layer: nn.Module) -> None:
+    model = nn.Sequential(layer, nn.Linear(3, 2))
+    cpnorm.canonical_norm(model)
+    assert list(cpnorm.canonical_layers(model)) == ["1"]
+    assert type(model[0]) is type(layer)
+
+
+def test_an_optimizer_made_too_early_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 4))
+    early = torch.optim.Adam(model.parameters())
+    cpnorm.canonical_norm(model)
+    with pytest.raises(ValueError, match="holds no canonical parameter of the model: make it after canonical_norm"):
+        cpnorm.renormalize_after(early, model)
+    model.requires_grad_(False)  # nothing is to be trained: then nothing is missed
+    cpnorm.renormalize_after(early, model)
+
+
+def test_what_fold_would_lose_stops_it() -> None:
+    class Double(nn.Module):
+        def forward(self, bias: torch.Tensor) -> torch.Tensor:
+            return 2 * bias
+
+    x = torch.randn(5, 8)
+    biased = cpnorm.canonical_norm(nn.Sequential(nn.Linear(8, 4)))
+    parametrize.register_parametrization(biased[0], "bias", Double())
+    patched = cpnorm.canonical_norm(nn.Sequential(nn.Linear(8, 4)))
+    forward = patched[0].forward
+    patched[0].forward = lambda x: 3 * forward(x)
+    for model, why in ((biased, "plain bias"), (patched, "own forward")):
+        expected = model(x)
+        for change in (cpnorm.fold, lambda m: cpnorm.factorize(m, x, measure=False)):
+            with pytest.raises(ValueError, match=f"expected (a|the layer's) {why}, got"):
+                change(model)
+        assert torch.equal(model(x), expected)
+
+
+def test_pruned_factors_and_biases_are_refused() -> None:
+    model = cpnorm.canonical_norm(nn.Sequential(nn.Linear(8, 4)))
+    prune.l1_unstructured(model[0].factors, "0", 0.5)
+    with pytest.raises(ValueError, match="expected terms as they are, got pruned or parametrized in 0"):
+        cpnorm.truncate(model, rate=0.5)
+    plain = nn.Sequential(nn.Linear(8, 4))
+    prune.l1_unstructured(plain[0], "bias", 0.5)
+    with pytest.raises(ValueError, match="expected a plain weight and bias, got one with a parametrization in 0"):
+        cpnorm.canonical_norm(plain)

@@ -180,3 +180,78 @@ def test_a_loss_may_be_a_number() -> None:
 
     cpnorm.truncate(model, loss=0.5, data=[(x, labels)], loss_function=error_rate)
     assert error_rate(model(x), labels) <= 0.5
+
+
+def test_compiled_models_are_watched_too(batches: list[tuple[Tensor, Tensor]]) -> None:
+    """What was compiled before a hook was added does not call it."""
+    model = network().eval()
+    x = batches[0][0]
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(x)
+    flops = [layer.flops for layer in cpnorm.summary(model, x).layers]
+    for wrapped in (compiled, nn.Sequential(compiled, nn.ReLU())):
+        assert [layer.flops for layer in cpnorm.summary(wrapped, x).layers] == flops
+        moments = observe.term_moments(wrapped, [x])
+        assert moments.keys() == observe.term_moments(model, [x]).keys() != set()
+    torch.compiler.reset()
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return self.a(x) + self.b(z)
+
+
+def test_several_inputs_through_a_data_loader() -> None:
+    data = [((torch.randn(4), torch.randn(4)), 1) for _ in range(8)]
+    batches = list(torch.utils.data.DataLoader(data, batch_size=4))
+    assert isinstance(batches[0][0], list)
+    model = cpnorm.canonical_norm(TwoInputs())
+    assert cpnorm.truncate(model, loss=1.0, data=batches).layers
+    close(observe.run(model, batches[0][0]), model(*batches[0][0]), 1e-6)
+
+    class Joined(nn.Linear):
+        def forward(self, parts: list[Tensor]) -> Tensor:
+            return super().forward(torch.cat(parts))
+
+    assert observe.run(Joined(4, 3), batches[0][0]).shape == (8, 3)  # a model that takes one list
+
+
+def test_a_packed_sequence_is_one_argument() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(4, 3)
+
+        def forward(self, packed: torch.nn.utils.rnn.PackedSequence) -> Tensor:
+            return self.out(packed.data)
+
+    packed = torch.nn.utils.rnn.pack_sequence([torch.randn(3, 4), torch.randn(2, 4)])
+    assert cpnorm.summary(cpnorm.canonical_norm(Packed()), packed).layers[0].flops
+
+
+@pytest.mark.parametrize("wrap", [lambda t: {"y": t}, lambda t: (t, None), lambda t: [{"y": t}], lambda t: t.tolist()])
+def test_batches_count_by_their_samples_whatever_holds_the_targets(wrap) -> None:
+    model, x, y = nn.Linear(6, 6), torch.randn(30, 6), torch.arange(30) % 6
+
+    def loss(outputs: Tensor, targets: object) -> Tensor:
+        while not isinstance(targets, Tensor):
+            targets = (
+                torch.tensor(targets)
+                if isinstance(targets, list) and isinstance(targets[0], int)
+                else (targets["y"] if isinstance(targets, dict) else targets[0])
+            )
+        return F.cross_entropy(outputs, targets)
+
+    found = observe.mean_loss(model, [(x[:29], wrap(y[:29])), (x[29:], wrap(y[29:]))], loss)
+    assert found == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-5)
+
+
+def test_without_targets_samples_are_those_of_the_inputs() -> None:
+    model, x = nn.Linear(6, 6), torch.randn(30, 6)
+    found = observe.mean_loss(model, [(x[:29], None), (x[29:], None)], lambda y, _: y.square().mean())
+    assert found == pytest.approx(model(x).square().mean().item(), rel=1e-5)

@@ -205,3 +205,40 @@ def test_a_new_lbfgs_steps_twice() -> None:
     for _ in range(2):
         optimizer.step(closure)
     assert closure().item() < before
+
+
+def test_several_optimizers_go_on_together() -> None:
+    torch.manual_seed(0)
+    model, x = cpnorm.canonical_norm(nn.Sequential(nn.Linear(16, 12))), torch.randn(4, 16)
+    factors = list(model[0].factors)
+    rest = [p for p in model.parameters() if all(p is not factor for factor in factors)]
+    both = [optim.SGD(factors, 0.1, momentum=0.9), optim.Adam(rest)]
+    for rate in (0.5, 0.5):
+        model(x).square().sum().backward()
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+        cpnorm.truncate(model, rate=rate, optimizer=both)
+    assert both[0].state[factors[1]]["momentum_buffer"].shape == (16, 3)
+    assert both[1].state[model[0].lambdas]["exp_avg"].shape == (3,)
+    assert cpnorm.GradualTruncation(model, both, steps=1, rate=0.5).step() is not None
+    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, several or None as optimizer, got a str"):
+        cpnorm.truncate(model, rate=0.5, optimizer=["adam"])
+
+
+def test_state_of_a_square_factor_is_not_mistaken_for_terms() -> None:
+    """A vector of one number per row has as many entries as there are terms."""
+    model = cpnorm.canonical_norm(nn.Linear(12, 12))
+    optimizer = optim.SGD(model.parameters(), 0.1)
+    optimizer.state[model.factors[0]]["row"] = torch.zeros(12)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"cannot cut the optimizer's row of shape \(12,\)"):
+        cpnorm.truncate(model, rate=0.5, optimizer=optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_rehearsal_knows_of_an_optimizer_that_holds_nothing() -> None:
+    model = cpnorm.canonical_norm(nn.Linear(12, 12))
+    other = optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+    with pytest.raises(ValueError, match="holds no parameter of the layer"):
+        cpnorm.GradualTruncation(model, other, steps=2, rate=0.5)

@@ -17,8 +17,8 @@ def equal_angles(model: nn.Module, lr: float, *, entries: int = 64) -> list[dict
 
     These move every entry by about the learning rate, whatever the size of its gradient. The n entries of a unit vector
     are about 1/sqrt(n), so that it turns by about lr * sqrt(n): with 4,096 entries 37 times as far as with 3. Here a
-    vector of n entries has the learning rate lr * sqrt(entries / n), and everything else has lr. Schedulers of torch
-    scale each group from where it starts.
+    vector of n entries has the learning rate lr * sqrt(entries / n), and everything else has lr. Most schedulers scale
+    each group from where it starts; OneCycleLR and CyclicLR set it, and want ``max_lr=[g["lr"] for g in groups]``.
 
     >>> from cpnorm import canonical_norm
     >>> groups = equal_angles(canonical_norm(nn.Linear(256, 16)), lr=0.001)

@@ -17,7 +17,8 @@ def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a model is called with: a tuple is several arguments, a mapping several by name, all else is one."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
-    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+    several = isinstance(inputs, tuple) and not hasattr(inputs, "_fields")  # a PackedSequence is one
+    return (inputs if several else (inputs,)), {}
 
 
 def expect(value: Any, kind: type | tuple[type, ...], what: str) -> None:

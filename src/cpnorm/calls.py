@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from cpnorm.arguments import Inputs, as_arguments
 from cpnorm.convert import canonical_layers
 from cpnorm.layers import CPLayer
+from cpnorm.observe import uncompiled
 
 Shape = tuple[int, ...]
 
@@ -37,13 +38,14 @@ class Call:
 def run(model: nn.Module, inputs: Inputs) -> Any:
     """The model's output."""
     args, kwargs = as_arguments(inputs)
-    return model(*args, **kwargs)
+    with uncompiled():
+        return model(*args, **kwargs)
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether somebody wants to hear of its calls, or to change them."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for kind in kinds)
+    return "forward" in module.__dict__ or any(getattr(module, kind) for kind in kinds)
 
 
 def places_in(model: nn.Module) -> Counter[int]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cpnorm.arguments import expect, expect_model
 from cpnorm.contract import weight_shape
-from cpnorm.convert import anchor, become_canonical, canonical_layers, fold, is_plainly
+from cpnorm.convert import anchor, become_canonical, canonical_layers, expect_gathered, fold, is_plainly
 from cpnorm.fileformat import Content, Shape, StoredLayer, join, opened, read_content, write
 from cpnorm.layers import CANONICAL_TYPES, PATHS, CPLayer
 from cpnorm.tensor import CPTensor
@@ -33,7 +33,7 @@ def save(model: nn.Module, path: PathLike, *, metadata: Mapping[str, Any] | None
     ...     load(f"{folder}/small.safetensors", nn.Linear(8, 4)).rank, read_metadata(f"{folder}/small.safetensors")
     (2, {'epoch': 3})
     """
-    expect_model(model)
+    expect_gathered(model)
     expect(metadata, (Mapping, type(None)), "a mapping or None as metadata")
     model = _unwrapped(model)
     for name, layer in canonical_layers(model).items():

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from cpnorm import budgets
 from cpnorm.arguments import expect, is_number, whole
 from cpnorm.budgets import Elimination
-from cpnorm.convert import Skip, canonical_layers, skipped, told_to_twins, with_twins
+from cpnorm.convert import Skip, canonical_layers, expect_gathered, skipped, told_to_twins, with_twins
 from cpnorm.layers import CPLayer
 from cpnorm.observe import (
     Batch,
@@ -29,10 +29,13 @@ from cpnorm.optimizers import cut_states
 from cpnorm.refit import REFITS, Fitted, fit, refit_outputs
 from cpnorm.report import Report, all_flops, compare
 from cpnorm.summary import count_weights
+from cpnorm.tensor import inverse_norms
 
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 CRITERIA = ("lambda", "gram", "taylor")
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def truncate(
     model: nn.Module,
@@ -48,7 +51,7 @@ def truncate(
     data: Iterable[Batch] | None = None,
     loss_function: LossFunction = F.cross_entropy,
     example_input: Any = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     skip: Skip = (),
     dry_run: bool = False,
 ) -> Report:
@@ -78,8 +81,9 @@ def truncate(
         data: a few batches of (inputs, targets); inputs are one argument, a tuple of them, or a mapping by name.
         loss_function: of (outputs, targets), averaged over the batch.
         example_input: what FLOPs are counted on.
-        optimizer: its state is cut to the kept terms, so that training goes on; "als" and "outputs" make new terms,
-            whose state starts anew. Without it an optimizer that has state raises at its next step.
+        optimizer: one or several: their state is cut to the kept terms, so that training goes on; "als" and "outputs"
+            make new terms, whose state starts anew. Without it an optimizer that has state raises at its next step.
+            Gradients that are there are dropped, those of other parameters are not: step or zero them first.
         skip: layers to leave alone: names, patterns such as "features.*", or types.
         dry_run: only report what would happen.
 
@@ -91,16 +95,20 @@ def truncate(
     """
     budget, amount = _only_budget(rate=rate, ranks=ranks, params=params, flops=flops, energy=energy, loss=loss)
     batches = _batches(data)
-    expect(optimizer, (torch.optim.Optimizer, type(None)), "a torch.optim.Optimizer or None as optimizer")
+    optimizers = as_optimizers(optimizer)
     _check(budget, amount, criterion, refit, bool(batches), example_input is not None)
     layers = _chosen(model, skip)
     work = count_work(model, example_input) if example_input is not None else {}
+    if budget == "flops" and not any(identity(layer) in work for layer in layers.values()):
+        raise ValueError("expected an example_input that reaches a canonical layer, got one that reaches none")
     if criterion == "taylor":
         scores = taylor_scores(model, layers, batches, loss_function)
         _expect_finite({name: [score] for name, score in scores.items()}, "its gradient on the data")
         eliminations = {name: budgets.by_score(score) for name, score in scores.items()}
     else:
         moments = term_moments(model, [inputs for inputs, _ in batches])
+        if batches and not moments:
+            raise ValueError("expected data that reach a canonical layer, got some that reach none")
         _expect_finite({name: [moments.get(identity(y), y.lambdas)] for name, y in layers.items()}, "what it is fed")
         eliminations = {n: _eliminate(layer, criterion, moments.get(identity(layer))) for n, layer in layers.items()}
 
@@ -119,7 +127,7 @@ def truncate(
     _expect_finite({n: [form.cp.sigma, form.cp.lambdas, *form.cp.factors] for n, form in forms.items()}, "the refit")
     how = f"{budget}={amount}, criterion={criterion}, refit={refit}"
     report = compare(how, model, layers, {n: form.cp for n, form in forms.items()}, work, *losses)
-    states = cut_states(optimizer, layers, forms) if optimizer is not None else []
+    states = cut_states(optimizers, layers, forms) if optimizers else []
     if dry_run:
         return report
 
@@ -135,6 +143,15 @@ def truncate(
 
 
 # --- what is asked for --------------------------------------------------------------------------------------------
+
+
+def as_optimizers(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
+    """None, one or several, as a list."""
+    several = isinstance(optimizer, Iterable) and not isinstance(optimizer, torch.optim.Optimizer)
+    optimizers = list(cast(Iterable[torch.optim.Optimizer], optimizer)) if several else [optimizer]
+    for one in optimizers:
+        expect(one, (torch.optim.Optimizer, type(None)), "a torch.optim.Optimizer, several or None as optimizer")
+    return [one for one in optimizers if isinstance(one, torch.optim.Optimizer)]
 
 
 def _only_budget(**offered: Any) -> tuple[str, Any]:
@@ -177,6 +194,12 @@ def _batches(data: Iterable[Batch] | None) -> list[Batch]:
 
 def _chosen(model: nn.Module, skip: Skip) -> dict[str, CPLayer]:
     """The canonical layers but those to skip; layers that share their terms are skipped together."""
+    expect_gathered(model)
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "expected a model that is not wrapped in DistributedDataParallel, whose processes would train different "
+            "weights from then on: truncate the model inside and wrap it anew"
+        )
     left_alone = {identity(model.get_submodule(name)) for name in skipped(model, skip)}
     layers = {name: layer for name, layer in canonical_layers(model).items() if identity(layer) not in left_alone}
     if not layers:
@@ -202,7 +225,8 @@ def _eliminate(layer: CPLayer, criterion: str, moments: Tensor | None) -> Elimin
     """By what each term does to the weight or, with moments, to the outputs, as a share of what all do."""
     tiny = torch.finfo(torch.float64).tiny
     if criterion == "lambda" and moments is None:
-        squares = layer.lambdas.double().square()
+        alive = torch.stack([inverse_norms(factor) != 0 for factor in layer.factors]).all(0)
+        squares = layer.lambdas.double().square() * alive
     else:
         gram = layer.cp.to(torch.float64).gram() if moments is None else output_gram(layer, moments)
         if criterion == "gram":

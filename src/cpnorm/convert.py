@@ -101,10 +101,12 @@ def canonical_layers(model: nn.Module) -> dict[str, CPLayer]:
     seen: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, CPLayer):
-            if not {"sigma", "lambdas"} <= module._parameters.keys():
-                raise ValueError(
-                    f"expected sigma and lambdas as they are, got pruned or parametrized in {_title(name)}"
-                )
+            factors = {str(mode) for mode in range(len(module.modes))}
+            if (
+                not {"sigma", "lambdas"} <= module._parameters.keys()
+                or not factors <= module.factors._parameters.keys()
+            ):
+                raise ValueError(f"expected terms as they are, got pruned or parametrized in {_title(name)}")
             if id(module.lambdas) not in seen:
                 seen.add(id(module.lambdas))
                 found[name] = module
@@ -154,6 +156,10 @@ def renormalize_after(optimizer: torch.optim.Optimizer, model: nn.Module) -> Rem
     expect(optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
     if not canonical_layers(model):
         raise ValueError(f"{type(model).__name__} has no canonical layer to renormalise")
+    if not holds_terms(optimizer, model):
+        raise ValueError("the optimizer holds no canonical parameter of the model: make it after canonical_norm")
+    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        raise TypeError(f"expected an optimizer with hooks, got a {type(optimizer).__name__}: do it before wrapping it")
 
     def hook(*_: object) -> None:
         renormalize(model)
@@ -161,11 +167,25 @@ def renormalize_after(optimizer: torch.optim.Optimizer, model: nn.Module) -> Rem
     return optimizer.register_step_post_hook(hook)
 
 
+def holds_terms(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Whether it trains any canonical layer of the model, or none is to be trained."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    terms = [p for layer in canonical_layers(model).values() for p in layer.canonical_parameters() if p.requires_grad]
+    return not terms or any(id(parameter) in held for parameter in terms)
+
+
 @torch.inference_mode(False)
 def fold(model: Module) -> Module:
     """Turn canonical layers back into plain dense ones, in place, with the same outputs; the model is returned."""
+    expect_gathered(model)
     canonical_layers(model)  # which is an error where something stands in the way
     layers = [module for module in model.modules() if isinstance(module, CPLayer)]
+    for name, module in model.named_modules():
+        if isinstance(module, CPLayer):
+            if "bias" not in module._parameters:
+                raise ValueError(f"expected a plain bias, got a pruned or parametrized one in {_title(name)}")
+            if "forward" in module.__dict__:
+                raise ValueError(f"expected the layer's own forward, got another in {_title(name)}: take it off first")
     tied: dict[int, nn.Parameter] = {}
     for module in layers:  # all that takes memory first: if there is not enough of it, the model stays as it was
         if (key := id(module.lambdas)) not in tied:
@@ -226,16 +246,30 @@ def skipped(model: nn.Module, skip: Skip) -> set[str]:
     return {name for name in modules if name in found or name.startswith(around)}
 
 
+WAYS = ("forward", "__call__", "_conv_forward", "_output_padding")
+HARMLESS = ("extra_repr", "reset_parameters", "_is_protocol")  # in a subclass, beside special names
+
+
 def is_plainly(module: nn.Module, plain: type[nn.Module]) -> bool:
-    """Whether it computes what the plain layer computes, of whatever class it is."""
-    ways = ("forward", "__call__", "_conv_forward", "_output_padding")
-    return isinstance(module, plain) and all(getattr(type(module), w, 0) is getattr(plain, w, 0) for w in ways)
+    """Whether it computes what the plain layer computes, and has nothing that others may ask a subclass for."""
+    if not isinstance(module, plain) or any(getattr(type(module), w, 0) is not getattr(plain, w, 0) for w in WAYS):
+        return False
+    above = type(module).__mro__[: type(module).__mro__.index(plain)]
+    added = {name for kind in above if not kind.__module__.startswith("torch.") for name in vars(kind)}
+    return all(name in HARMLESS or name.startswith(("__", "_abc_")) for name in added)
+
+
+def expect_gathered(model: nn.Module) -> None:
+    """Of parameters that FSDP has sharded a process holds a part, from which no other form of the layer can be made."""
+    expect_model(model)
+    if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
+        raise ValueError("expected whole parameters, got sharded ones: gather them into a plain model first")
 
 
 def _check_weight(name: str, layer: nn.Module) -> None:
     if isinstance(layer, LazyModuleMixin):
         raise ValueError(f"expected a layer with known shapes, got lazy {_title(name)}: run the model once first")
-    if parametrize.is_parametrized(layer) or "weight" not in layer._parameters:
+    if parametrize.is_parametrized(layer) or not {"weight", "bias"} <= layer._parameters.keys():
         raise ValueError(f"expected a plain weight and bias, got one with a parametrization in {_title(name)}")
     weight = cast(Tensor, layer.weight)
     if not weight.is_floating_point():

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpnorm.arguments import expect, whole
-from cpnorm.compress import truncate
+from cpnorm.arguments import whole
+from cpnorm.compress import Optimizers, as_optimizers, truncate
 from cpnorm.convert import canonical_layers
 from cpnorm.observe import Batch
 from cpnorm.report import Report
@@ -31,7 +31,7 @@ class GradualTruncation:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizers | None,
         *,
         steps: int,
         rate: float | None = None,
@@ -43,12 +43,11 @@ class GradualTruncation:
     ) -> None:
         if "dry_run" in options:
             raise TypeError("GradualTruncation is no rehearsal: use truncate(..., dry_run=True)")
-        expect(optimizer, (torch.optim.Optimizer, type(None)), "a torch.optim.Optimizer or None as optimizer")
-        self.model, self.optimizer, self.steps, self.taken = model, optimizer, whole("steps", steps), 0
+        self.model, self.optimizer, self.steps, self.taken = model, as_optimizers(optimizer), whole("steps", steps), 0
         self.options: dict[str, Any] = {"data": None if data is None else list(data), **options}
         budget: dict[str, Any] = {"rate": rate, "ranks": ranks, "params": params, "flops": flops}
         # A rehearsal of the whole way: what cannot be reached is better known now than after the training.
-        end = truncate(model, **budget, **self.options, dry_run=True)
+        end = truncate(model, **budget, optimizer=self.optimizer, **self.options, dry_run=True)
         if params is not None:
             self._kind, self._start, self._end = "params", {"": end.weights_before}, {"": params}
         elif flops is not None:

@@ -6,9 +6,11 @@ Everything here runs the model in eval mode and leaves it as it was: training fl
 from __future__ import annotations
 
 import copy
+import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -41,6 +43,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def run(model: nn.Module, inputs: Any, instead: Instead | None = None) -> Any:
     """The model's output, with other tensors instead of some parameters; a tuple or mapping is several arguments."""
+    if isinstance(inputs, list) and not _takes_one(model):
+        inputs = tuple(inputs)  # what torch's DataLoader makes of a tuple
     args, kwargs = as_arguments(inputs)
     arguments, by_name = tuple(_beside(model, x) for x in args), {key: _beside(model, x) for key, x in kwargs.items()}
     # By the places of the parameters in modules, each visited once: torch's own tie_weights=True puts tensors into
@@ -51,7 +55,28 @@ def run(model: nn.Module, inputs: Any, instead: Instead | None = None) -> Any:
         for key, parameter in module._parameters.items()
         if instead and parameter is not None and parameter in instead
     }
-    return torch.func.functional_call(model, places, arguments, by_name, tie_weights=False)
+    with uncompiled():
+        if not places:
+            return model(*arguments, **by_name)
+        return torch.func.functional_call(model, places, arguments, by_name, tie_weights=False)
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Inside, compiled models run as written: what was compiled before a hook was added does not call it."""
+    if "torch._dynamo" not in sys.modules:  # nothing has been compiled, and importing it takes seconds
+        return nullcontext()
+    return cast(AbstractContextManager[Any], torch.compiler.set_stance("force_eager"))
+
+
+def _takes_one(model: nn.Module) -> bool:
+    """Whether the model can be called with a single argument."""
+    try:
+        inspect.signature(model.forward).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # written in C, or scripted
+        return True
+    return True
 
 
 def _beside(model: nn.Module, value: Any) -> Any:
@@ -191,11 +216,24 @@ def mean_loss(
     total, count = 0.0, 0
     with evaluating(model):
         for inputs, targets in batches:
-            total += float(loss_function(run(model, inputs, instead), _beside(model, targets))) * len(targets)
-            count += len(targets)
+            samples = next(n for n in (_length(targets), _length(inputs), 1) if n is not None)
+            total += float(loss_function(run(model, inputs, instead), _beside(model, targets))) * samples
+            count += samples
     if not count or not math.isfinite(total):
         raise ValueError(f"expected data with a finite loss, got {total} over {count} samples")
     return total / count
+
+
+def _length(batch: Any) -> int | None:
+    """How many samples there are, by the first tensor of a batch of any structure."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.ndim else None
+    if isinstance(batch, Mapping):
+        batch = tuple(batch.values())
+    if isinstance(batch, tuple | list):
+        lengths = (_length(part) for part in batch)
+        return next((n for n in lengths if n is not None), len(batch) if isinstance(batch, list) else None)
+    return len(batch) if hasattr(batch, "__len__") and not isinstance(batch, str) else None
 
 
 def taylor_scores(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -20,31 +20,36 @@ State = dict[str, Any]
 
 @torch.inference_mode(False)
 def cut_states(
-    optimizer: torch.optim.Optimizer, layers: Mapping[str, CPLayer], forms: Mapping[str, Fitted]
+    optimizers: Sequence[torch.optim.Optimizer], layers: Mapping[str, CPLayer], forms: Mapping[str, Fitted]
 ) -> list[tuple[State, State]]:
     """Each state of a lambda or a factor that has one, with what it should become; nothing is changed yet."""
-    if isinstance(optimizer, torch.optim.LBFGS) and optimizer.state and forms:
+    if any(isinstance(optimizer, torch.optim.LBFGS) and optimizer.state for optimizer in optimizers) and forms:
         raise ValueError("cannot cut the state of LBFGS, which is of all parameters in one piece: make a new one")
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     cuts = []
     for name, form in forms.items():
         layer = layers[name]
         parameters = layer.canonical_parameters()
         if any(p.requires_grad for p in parameters) and not any(id(p) in held for p in parameters):
             raise ValueError(f"the optimizer holds no parameter of {name or 'the layer'}: it would never be trained")
-        for parameter in parameters[1:]:  # sigma has no terms
-            state = optimizer.state.get(parameter, {})
-            cut = {} if form.kept is None else {k: _cut(k, v, layer.rank, form.kept, name) for k, v in state.items()}
-            cuts.append((state, cut))
+        for optimizer in optimizers:
+            for parameter in parameters[1:]:  # sigma has no terms
+                state = optimizer.state.get(parameter, {})
+                kept = form.kept
+                cut = {} if kept is None else {k: _cut(k, v, parameter, kept, name) for k, v in state.items()}
+                cuts.append((state, cut))
     return cuts
 
 
-def _cut(key: str, value: Any, rank: int, kept: Tensor, name: str) -> Any:
+def _cut(key: str, value: Any, parameter: Tensor, kept: Tensor, name: str) -> Any:
     """Terms are the last dimension of lambdas, factors and all that is kept per element or per column of them."""
-    if not isinstance(value, Tensor) or value.numel() == 1 or value.shape[-1] == 1:
+    if not isinstance(value, Tensor) or value.numel() == 1:
         return value
-    if value.shape[-1] != rank:
-        shape = tuple(value.shape)
+    shape = tuple(value.shape)
+    fits = len(shape) == parameter.ndim and all(n in (1, m) for n, m in zip(shape, parameter.shape, strict=True))
+    if fits and shape[-1] == 1:
+        return value
+    if not fits:
         raise ValueError(f"cannot cut the optimizer's {key} of shape {shape} for {name} to fewer terms: make a new one")
     return value[..., kept.to(value.device)].clone()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -28,6 +29,19 @@ def train(model: nn.Module, runner: nn.Module) -> None:
         optimizer.step()
 
 
+def refuses(sharded: nn.Module) -> None:
+    """What cannot be done in parts says so."""
+    wrapped = DistributedDataParallel(network())
+    for change, model, why in (
+        (lambda m: cpnorm.truncate(m, rate=0.5), wrapped, "not wrapped in DistributedDataParallel"),
+        (lambda m: cpnorm.truncate(m, rate=0.5), sharded, "whole parameters"),
+        (cpnorm.fold, sharded, "whole parameters"),
+        (lambda m: cpnorm.save(m, "/nowhere/model.safetensors"), sharded, "whole parameters"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            change(model)
+
+
 def main(folder: Path) -> None:
     distributed.init_process_group("gloo")
     model = network()
@@ -47,6 +61,14 @@ def main(folder: Path) -> None:
     frozen = shard(frozen, torch.distributed.init_device_mesh("cpu", (distributed.get_world_size(),)))
     train(frozen, frozen)
     assert frozen[0].sigma == network()[0].sigma != model[0].sigma
+    refuses(model)
+    tied = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+    tied[2].weight = tied[0].weight
+    tied = shard(
+        cpnorm.canonical_norm(tied), torch.distributed.init_device_mesh("cpu", (distributed.get_world_size(),))
+    )
+    tied(torch.randn(4, 6)).square().mean().backward()
+    assert tied[0].lambdas.grad is not None
     if distributed.get_rank() == 0:
         torch.save({"ddp": ddp, "fsdp": fsdp}, folder / "states.pt")
     distributed.barrier()  # nobody takes the connections down while another still uses them

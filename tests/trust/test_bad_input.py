@@ -263,7 +263,10 @@ BAD: dict[str, list[Bad]] = {
             lambda m: truncate(m, rate=0.5, data=[images()]),
             r"expected batches of \(inputs, targets\) as data, got a T",
         ),
-        *each(lambda m, x: truncate(m, rate=0.5, optimizer=x), {"sgd": "expected a torch.optim.Optimizer or None"}),
+        *each(
+            lambda m, x: truncate(m, rate=0.5, optimizer=x),
+            {"sgd": "expected a torch.optim.Optimizer, several"},
+        ),
         *each(lambda m, x: truncate(m, rate=0.5, skip=x), {5: "expected names, patterns or types as skip, got a int"}),
         *no_input(lambda m, x: truncate(m, flops=3000, example_input=x)),
         *[
@@ -301,7 +304,8 @@ BAD: dict[str, list[Bad]] = {
             dict.fromkeys((0, -1, NAN, "2", 1.5, True), "expected steps >= 1"),
         ),
         Bad(
-            lambda m: cpnorm.GradualTruncation(m, "sgd", steps=2, rate=0.5), "expected a torch.optim.Optimizer or None"
+            lambda m: cpnorm.GradualTruncation(m, "sgd", steps=2, rate=0.5),
+            "expected a torch.optim.Optimizer, several",
         ),
         Bad(lambda m: cpnorm.GradualTruncation(m, None, steps=2, rate=1), "expected 0 <= rate < 1, got 1"),
         Bad(lambda m: cpnorm.GradualTruncation(m, None, steps=2), "expected exactly one budget"),

@@ -32,10 +32,11 @@ def one_process(processes: int) -> None:
         raise ValueError(f"expected one process for a truncation while training, got {processes}: truncate beforehand")
 
 
-def take_ranks(model: nn.Module, state: dict[str, Any], *_: Any) -> None:
+def take_ranks(model: nn.Module, state: dict[str, Any], prefix: str = "", *_: Any) -> None:
     """A checkpoint fits a model of its ranks, fewer or more than there are now."""
     for name, layer in canonical_layers(model).items():
-        found = [state.get(f"{name}.{own}") for own, p in layer.named_parameters() if p is not layer.bias]
+        start = f"{prefix}{name}." if name else prefix
+        found = [state.get(f"{start}{own}") for own, p in layer.named_parameters() if p is not layer.bias]
         terms = [value for value in found if value is not None]
         if len(terms) == len(layer.factors) + 2 and len(terms[1]) != layer.rank:
             layer.replace_terms(CPTensor(terms[0], terms[1], tuple(terms[2:])))

@@ -8,7 +8,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from cpnorm.convert import canonical_layers
+from cpnorm.convert import canonical_layers, with_twins
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -21,8 +21,9 @@ def shard(model: Module, mesh: DeviceMesh, **options: Any) -> Module:
     """
     layers = canonical_layers(model)
     sigmas = {layer.sigma for layer in layers.values()}
-    for layer in layers.values():
-        fully_shard(layer, mesh=mesh, ignored_params=sigmas, **options)
+    for name, layer in layers.items():
+        twins: list[nn.Module] = list(with_twins(model, {name: layer}).values())  # parameters have one owner
+        fully_shard(twins, mesh=mesh, ignored_params=sigmas, **options)
     fully_shard(model, mesh=mesh, ignored_params=sigmas, **options)
 
     def average(sigma: Tensor) -> None:

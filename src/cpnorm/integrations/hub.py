@@ -27,9 +27,10 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], config: Ma
     expect(own, Mapping, "a mapping as config, or a model with one that has to_dict()")
     settings = dict(own)
     settings["cpnorm"] = {"ranks": {name: layer.rank for name, layer in canonical_layers(model).items()}}
+    text = json.dumps(settings, indent=2, sort_keys=True) + "\n"  # first of all, since it may fail
     Path(folder).mkdir(parents=True, exist_ok=True)
     save(model, Path(folder) / "model.safetensors")
-    (Path(folder) / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    (Path(folder) / "config.json").write_text(text)
 
 
 def from_pretrained(folder: str | os.PathLike[str], build: Callable[[dict[str, Any]], Module]) -> Module:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.hooks import RemovableHandle
 
 from cpnorm import GradualTruncation, renormalize_after
+from cpnorm.convert import holds_terms
 from cpnorm.integrations import one_process, scalars, take_ranks
 
 
@@ -17,15 +19,19 @@ class CanonicalCallback(Callback):
         self.steps, self.every, self.budget = steps, every, budget
         self.gradual: GradualTruncation | None = None
         self.resumed: dict[str, Any] = {}
+        self.loading: RemovableHandle | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        pl_module.register_load_state_dict_pre_hook(take_ranks)
+        if self.loading is not None:  # of an earlier fit or stage
+            self.loading.remove()
+        self.loading = pl_module.register_load_state_dict_pre_hook(take_ranks)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.handles = [renormalize_after(optimizer, pl_module) for optimizer in trainer.optimizers]
+        ours = [optimizer for optimizer in trainer.optimizers if holds_terms(optimizer, pl_module)]
+        self.handles = [renormalize_after(optimizer, pl_module) for optimizer in ours or trainer.optimizers[:1]]
         if self.steps is not None:
             one_process(trainer.world_size)
-            self.gradual = GradualTruncation(pl_module, trainer.optimizers[0], steps=self.steps, **self.budget)
+            self.gradual = GradualTruncation(pl_module, trainer.optimizers, steps=self.steps, **self.budget)
             self.gradual.load_state_dict(self.resumed or self.gradual.state_dict())
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
