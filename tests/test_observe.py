@@ -34,7 +34,7 @@ def test_responses_times_output_vectors_are_the_outputs(case: Case) -> None:
     layer, x = canonical(case, rank=4, init="kaiming_normal"), case.input()
     with torch.no_grad():
         y = observe.by_position(layer, layer(x))
-        z = observe.term_responses(layer, x)  # (positions, G, R)
+        z = torch.cat(list(observe.term_responses(layer, x)))  # (positions, G, R)
         vectors = observe.output_vectors(layer, layer.cp) * layer.cp.sigma * layer.cp.lambdas
         vectors = vectors.expand(z.shape[1], -1, -1)
         rebuilt = torch.einsum("pgr,gor->pgo", z.double(), vectors)
@@ -255,3 +255,25 @@ def test_without_targets_samples_are_those_of_the_inputs() -> None:
     model, x = nn.Linear(6, 6), torch.randn(30, 6)
     found = observe.mean_loss(model, [(x[:29], None), (x[29:], None)], lambda y, _: y.square().mean())
     assert found == pytest.approx(model(x).square().mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_responses_come_in_pieces_of_bounded_size(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = canonical(case, rank=4, init="kaiming_normal"), case.input()
+    with torch.no_grad():
+        whole = torch.cat(list(observe.term_responses(layer, x)))
+        monkeypatch.setattr(observe, "RESPONSES_AT_ONCE", 1)
+        pieces = list(observe.term_responses(layer, x))
+    close(torch.cat(pieces), whole, 1e-5)
+    dimensions = 1 + len(getattr(layer, "kernel_size", ()))
+    assert len(pieces) == (len(x) if x.ndim > dimensions else 1)
+
+
+def test_a_refit_by_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch, batches: list[tuple[Tensor, Tensor]]) -> None:
+    models = [network(), network()]
+    for model, at_once in zip(models, (2**22, 1), strict=True):
+        monkeypatch.setattr(observe, "RESPONSES_AT_ONCE", at_once)
+        cpnorm.truncate(model, rate=0.5, criterion="gram", refit="outputs", data=batches)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(models[0][0].bias, network()[0].bias, atol=1e-3)  # there was something to refit

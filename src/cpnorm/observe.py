@@ -23,6 +23,7 @@ from cpnorm.forms import linear_modes
 from cpnorm.layers import CPLayer
 from cpnorm.tensor import CPTensor, khatri_rao
 
+RESPONSES_AT_ONCE = 2**22  # entries: 16 MiB, and a few times that while they are computed
 Batch = tuple[Any, Any]  # inputs, targets
 LossFunction = Callable[[Any, Any], Any]  # -> a tensor, or a number where no gradient is asked for
 Instead = Mapping[Tensor, Tensor]  # of a parameter, for one run
@@ -153,16 +154,17 @@ def term_moments(model: nn.Module, inputs: Iterable[Any]) -> dict[int, Tensor]: 
 
     def seen(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if isinstance(layer, CPLayer):
-            z = term_responses(layer, *args, **kwargs).transpose(0, 1)
-            moments[identity(layer)] = moments.get(identity(layer), 0.0) + (z.mT @ z).double()
+            for z in term_responses(layer, *args, **kwargs):
+                z = z.transpose(0, 1)
+                moments[identity(layer)] = moments.get(identity(layer), 0.0) + (z.mT @ z).double()
 
     for each in inputs:
         watch(model, each, seen)
     return moments
 
 
-def term_responses(layer: CPLayer, *args: Any, **kwargs: Any) -> Tensor:  # -> (positions, G, R)
-    """z of a layer that is called with these arguments."""
+def term_responses(layer: CPLayer, *args: Any, **kwargs: Any) -> Iterator[Tensor]:  # -> (positions, G, R) each
+    """z of a layer that is called with these arguments, in pieces of bounded size along the batch."""
     # The layer itself computes z where each term has an output vector of its own: a column of the identity.
     twin: Any = copy.copy(layer)
     twin._parameters, twin._modules = dict(layer._parameters), dict(layer._modules)
@@ -179,7 +181,15 @@ def term_responses(layer: CPLayer, *args: Any, **kwargs: Any) -> Tensor:  # -> (
     twin.lambdas = nn.Parameter(torch.ones_like(layer.lambdas))
     twin.factors = nn.ParameterList(factors)
     twin.path, twin.bias, twin.columns_are_unit = "factors", None, False
-    return by_position(layer, twin.forward(*args, **kwargs))
+    batched = 1 + len(getattr(layer, "kernel_size", ()))  # with fewer dimensions there is no batch to divide
+    if kwargs or len(args) != 1 or args[0].ndim <= batched or not args[0].numel():
+        yield by_position(layer, twin.forward(*args, **kwargs))
+        return
+    (x,) = args
+    channels = x.shape[-1] if isinstance(layer, nn.Linear) else x.shape[1]
+    entries = x.numel() // channels * layer.rank * getattr(layer, "groups", 1)
+    for part in x.chunk(-(-entries // RESPONSES_AT_ONCE)):
+        yield by_position(layer, twin.forward(part))
 
 
 def by_position(layer: nn.Module, y: Tensor) -> Tensor:  # -> (positions, G, features of one group)

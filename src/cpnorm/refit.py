@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, cast
@@ -103,29 +103,32 @@ def _sums(
     None if there is not a z for every y.
     """
 
-    def each_call(compute: Callable[..., Tensor], x: Any, instead: Instead | None = None) -> Tensor | None:
-        found: list[Tensor] = []
-
-        def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module in layers:
-                found.append(compute(module, *args, **kwargs))
-
-        watch(model, x, seen, instead)
-        return torch.cat(found).transpose(0, 1) if found else None  # (G, positions, ...)
-
-    def old_outputs(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        y, bias = by_position(module, module.forward(*args, **kwargs)), cast(Tensor | None, module.bias)
-        return y if bias is None else y - bias.reshape(y.shape[1:]).to(y)
-
     squares = products = torch.zeros(())
+    old: list[Tensor] = []  # (positions, G, O / G) of each call
+    counted = 0
+
+    def see_old(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module in layers:
+            y, bias = by_position(module, module.forward(*args, **kwargs)), cast(Tensor | None, module.bias)
+            old.append(y if bias is None else y - bias.reshape(y.shape[1:]).to(y))
+
+    def see_new(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal squares, products, counted
+        for z in term_responses(cast(CPLayer, module), *args, **kwargs) if module in layers else ():
+            y = outputs[counted : counted + len(z)].transpose(0, 1)
+            counted += len(z)
+            if y.shape[1] == len(z):
+                z = F.pad(z, (0, 1), value=1.0).transpose(0, 1)
+                squares = squares.to(z.device) + (z.mT @ z).double()
+                products = products.to(z.device) + (y.mT @ z).double()
+
     for x in inputs:
-        y, z = each_call(old_outputs, x), each_call(term_responses, x, instead)
-        if y is None and z is None:
-            continue  # not called on this one
-        if y is None or z is None or y.shape[1] != z.shape[1]:
+        old.clear()
+        watch(model, x, see_old)
+        outputs, counted = torch.cat(old) if old else torch.zeros(0, 1, 1), 0
+        watch(model, x, see_new, instead)
+        if counted != len(outputs):
             return None
-        z = torch.cat([z, torch.ones_like(z[:, :, :1])], dim=2)
-        squares, products = squares.to(z.device) + (z.mT @ z).double(), products.to(z.device) + (y.mT @ z).double()
     return squares, products
 
 
