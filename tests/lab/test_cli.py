@@ -327,3 +327,16 @@ def test_the_line_a_terminal_redraws(images: ImageSet) -> None:
     for part in ("epoch 2/2", "loss ", "validation ", "test ", "images/s", "0:00 left"):
         assert part in text
     assert f"{trainer.history[0]['loss']:.4f}" in text
+    for width, there, gone in (
+        (80, ("epoch 2/2", "validation", "test", "left"), "images/s"),
+        (44, ("epoch 2/2", "test"), "train"),
+        (24, ("epoch 2/2",), "loss"),
+    ):
+        narrow = Console(file=io.StringIO(), width=width)
+        watch = Watch(narrow)
+        watch.follow(trainer)
+        narrow.print(watch)
+        (line,) = narrow.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        assert len(line) <= width
+        assert all(part in line for part in there)
+        assert gone not in line

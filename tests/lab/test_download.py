@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+import official_files
 from cpnorm.lab import data, download
 from cpnorm.lab.download import DownloadError, Remote, get
 
@@ -257,7 +259,9 @@ def test_downloads_are_files_that_are_looked_for() -> None:
 def test_what_lies_there_unpacked_is_not_downloaded(name: str, tmp_path: Path) -> None:
     files = data.LAYOUTS[name][0].files
     assert not {remote.path for remote in download.FILES[name]} & set(files)
-    for file in files:
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).touch()
+    getattr(official_files, f"write_{name}")(tmp_path, official_files.make(name))
     assert get(name, tmp_path, address="http://127.0.0.1:9") == [tmp_path / file for file in files]
+    damaged = tmp_path / files[-1]
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=re.escape(damaged.name)):
+        get(name, tmp_path, address="http://127.0.0.1:9")

@@ -150,3 +150,9 @@ def test_bars_and_trends_of_odd_values() -> None:
     assert inspect.bars([nan]) == ""
     assert inspect.trend([1.0, 2.0, nan]) == "1 ▁█ nan"
     assert inspect.trend([nan, nan]) == "nan  nan"
+
+
+def test_a_histogram_leaves_out_what_is_no_number() -> None:
+    nan = float("nan")
+    assert inspect.counted(torch.tensor([nan, 1.0, 2.0, 2.0])) == inspect.counted(torch.tensor([1.0, 2.0, 2.0])) != ""
+    assert inspect.counted(torch.tensor([nan, nan])) == ""

@@ -23,10 +23,11 @@ import cpnorm
 from cpnorm.lab import beyond, paper, reproduce
 from cpnorm.lab.compression import trained_network
 from cpnorm.lab.config import Config
+from cpnorm.lab.data import load
 from cpnorm.lab.paper import Compression, Row, Table
 from cpnorm.lab.reproduce import Job, Results, all_rows, all_tables, expected_seconds, find_tables, missing_jobs
 from cpnorm.lab.runs import RunError, RunFolder
-from cpnorm.lab.train import Stop
+from cpnorm.lab.train import Options, Stop
 from tiny_queue import write_data
 
 TINY = Config(
@@ -349,3 +350,64 @@ def test_ranks_are_missing_until_they_are_estimated(tmp_path: Path, monkeypatch:
     assert [line["row"] for line in Results(results).lines()] == [
         f"lenet-ranks/{y.layer}" for y in missing["lenet-ranks"]
     ]
+
+
+def test_a_finished_run_whose_line_is_missing_is_not_run_again(
+    tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed, or out of disk space, between the end of a run and its line."""
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Results, "append", fail)
+        with pytest.raises(RunError):
+            run(tmp_path)
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("model.safetensors")}
+    assert kept
+    assert run(tmp_path) == []
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    lines = [json.loads(text) for text in (tmp_path / "results/tiny.jsonl").read_text().splitlines()]
+    assert [(line["row"], line["seed"]) for line in lines[:1]] == [("tiny/base", 0)]
+    assert "explorer" in lines[0]  # what the report draws is kept, too
+    assert lines[0]["at_once"] == 2
+
+
+def test_a_network_that_somebody_else_has_trained_meanwhile_is_not_trained_again(
+    tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path)
+    network = tmp_path / "work/tiny/base/0/model.safetensors"
+    before = network.stat().st_mtime_ns
+    job = Job(TABLE.rows[0], 0, again=True)
+    store, said = Results(tmp_path / "results"), []
+    mine = reproduce.run_group(
+        [job], store, tmp_path / "work", load("digits"), Options(device="cpu"), (), Stop(), said.append
+    )
+    assert (mine, said) == (1, [])
+    assert network.stat().st_mtime_ns == before
+
+
+def test_a_cut_asked_for_by_itself_starts_from_the_best_of_all_seeds(tmp_path: Path) -> None:
+    jobs = missing_jobs(["compress-cifar10/50"], range(3), Results(tmp_path))
+    assert [str(job) for job in jobs[:3]] == [f"cifar10/cp-sgd, seed {seed}" for seed in range(3)]
+    assert [str(job) for job in jobs[3:]] == [f"compress-cifar10/50, seed {seed}" for seed in range(3)]
+
+
+def test_networks_to_be_trained_again_are_known_beforehand(tmp_path: Path, tiny: None) -> None:
+    run(tmp_path, seeds=1)
+    store = Results(tmp_path / "results")
+    left = missing_jobs(["tiny"], range(1), store)
+    assert left == []
+    cut = [Job(TABLE.rows[1], 0)]
+    assert reproduce.networks_again(cut, store.done(), tmp_path / "work") == []
+    assert [str(job) for job in reproduce.networks_again(cut, store.done(), tmp_path / "elsewhere")] == [
+        "tiny/base, seed 0"
+    ]
+
+
+def test_a_seed_that_is_no_number_is_named(tmp_path: Path) -> None:
+    (tmp_path / "odd.jsonl").write_text('{"table": "tiny", "row": "tiny/base", "seed": [1]}\n')
+    with pytest.raises(ValueError, match=r"odd.jsonl: expected the row and seed of a run"):
+        Results(tmp_path).done()

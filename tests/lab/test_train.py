@@ -11,11 +11,13 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import cpnorm
+from cpnorm.lab.compression import complete
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet, load
 from cpnorm.lab.portrait import explore
@@ -323,3 +325,64 @@ def test_the_explorer_s_accuracies_are_those_of_truncated_networks(digits: Image
     assert found["accuracy"] == pytest.approx(expected, abs=0.01)
     assert found["accuracy"][0] > found["accuracy"][-1] + 10
     assert all(torch.equal(value, whole[name]) for name, value in trainer.model.state_dict().items())
+
+
+def test_an_observer_that_fails_does_not_end_the_training(digits: ImageSet, caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[int] = []
+
+    def broken(trainer: Trainer, line: dict[str, Any]) -> None:
+        heard.append(line["epoch"])
+        raise OSError(28, "No space left on device")
+
+    trainer = fit(TINY.replace(epochs=2), data=digits, options=Options(device="cpu"), observers=[broken])
+    assert trainer.finished
+    assert heard == [1]
+    assert "broken hears no more of this run: OSError: [Errno 28] No space left on device" in caplog.text
+
+
+def test_only_leftovers_of_a_run_are_removed(tmp_path: Path, digits: ImageSet) -> None:
+    own, others = tmp_path / ".model.safetensors.12ab.part", [tmp_path / ".notes.tmp", tmp_path / ".download.part"]
+    for path in (own, *others):
+        path.write_text("x")
+    fit(TINY.replace(epochs=0), out=tmp_path, data=digits, options=Options(device="cpu"))
+    assert not own.exists()
+    assert all(path.exists() for path in others)
+
+
+def test_a_signal_while_a_network_is_prepared_saves_it(tmp_path: Path, digits: ImageSet) -> None:
+    stop = Stop()
+
+    def begin() -> Trainer:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return Trainer(TINY, digits, Options(device="cpu"))
+
+    record = complete(RunFolder(tmp_path), TINY, begin, stop=stop)
+    assert record["stopped"] == "SIGTERM was received"
+    assert RunFolder(tmp_path).has_checkpoint()
+
+
+STOPPED_BY_ONE = """
+    import os, signal, sys, json
+    from cpnorm.lab.config import Config
+    from cpnorm.lab.train import fit, Options
+
+    def observer(trainer, line):
+        if trainer.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    config = Config(**json.loads(sys.argv[1]))
+    trainer = fit(config, out=sys.argv[2], options=Options(checkpoint_every=1000), observers=[observer])
+    print("left", trainer.finished, flush=True)
+"""
+
+
+def test_processes_leave_together_whichever_is_asked_to(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(textwrap.dedent(STOPPED_BY_ONE))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    command += [json.dumps(REAL.replace(epochs=50).to_json()), str(tmp_path / "run")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("left False") == 2
+    assert RunFolder(tmp_path / "run").has_checkpoint()

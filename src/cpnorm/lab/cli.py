@@ -345,8 +345,12 @@ def reproduce(
         runs = [{"row": job.row.key, "seed": job.seed} for job in left]
         print_json({"missing": runs + [{"row": layer, "seed": 0} for layer in layers]})
     else:
-        work_left = duration(sum(lab.expected_seconds(job) for job in left))
+        again = lab.networks_again(left, lab.Results(results).done(), work)
+        work_left = duration(sum(lab.expected_seconds(job) for job in (*left, *again)))
         typer.echo(f"{len(left)} runs are missing, about {work_left} on one H200" if left else "no run is missing")
+        if again:
+            names = ", ".join(map(str, again))
+            typer.echo(f"which counts that networks they start from are not in {work} and are trained again: {names}")
         if layers:
             typer.echo(f"the ranks of {len(layers)} layers are missing, which take minutes on a CPU")
     return STOPPED if (left or layers) and not dry_run else DONE

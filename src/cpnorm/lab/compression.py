@@ -104,7 +104,7 @@ def complete(
     """Take a run from wherever it is to its end; returns its record, with "stopped" and the reason if it was."""
     stop = stop if stop is not None else Stop()
     chief, new = process()[0] == 0, not (folder / "config.json").exists()
-    with folder.claimed(config, extra) if chief else nullcontext():
+    with stop.listening(), folder.claimed(config, extra) if chief else nullcontext():
         record = folder.record()
         if record is None:
             try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from cpnorm.lab.data import NAMES, data_folders
+from cpnorm.lab.data import NAMES, data_folders, load
 from cpnorm.lab.official import LAYOUTS, plain_or_packed
 
 Progress = Callable[[str, int, int], None]  # file, bytes that are here, bytes of the file
@@ -72,6 +72,7 @@ def get(
     if not any((folder / remote.path).exists() for remote in remotes):
         for layout in LAYOUTS.get(name, ()):  # unpacked, say, or in another of the official formats
             if layout.found_in(folder):
+                load(name, folder)  # what is there but damaged is an error that names the file
                 return [plain_or_packed(folder / file) for file in layout.files]
     paths = []
     for remote in remotes:

@@ -123,11 +123,17 @@ def lambda_table(run: Inspection) -> Table:
         table.add_row(
             row.name,
             bars(row.lambdas),
-            bars(torch.histc(layers[row.name].lambdas.detach().float(), 10).tolist()),
+            counted(layers[row.name].lambdas.detach().float()),
             trend([entry["sigma"] for entry in history]),
             trend([entry["lambda_size_quartiles"][2] for entry in history]),
         )
     return table
+
+
+def counted(values: torch.Tensor) -> str:
+    """A histogram of those that are numbers."""
+    values = values[values.isfinite()]
+    return bars(torch.histc(values, 10).tolist()) if len(values) else ""
 
 
 def bars(values: Sequence[float], width: int = 10) -> str:

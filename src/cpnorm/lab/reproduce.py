@@ -125,7 +125,7 @@ class Results:
         found = []
         for path in sorted(self.folder.glob("*.jsonl")):
             for line in read_lines(path):
-                if not {"row", "seed"} <= line.keys():
+                if not isinstance(line.get("row"), str) or not isinstance(line.get("seed"), int):
                     raise ValueError(f"{path}: expected the row and seed of a run in every line, got {str(line)[:60]}")
                 found.append(line)
         return found
@@ -185,14 +185,35 @@ def missing_jobs(keys: Sequence[str], seeds: Iterable[int], results: Results) ->
     if single:
         wanted = [row for row in wanted if row.key in single or row.table in keys]
     rows = dict.fromkeys(paper.row(row.same_as).key if row.same_as else row.key for row in wanted)
-    known = all_rows()
-    return [Job(known[key], seed) for key in rows for seed in seeds if (key, seed) not in done]
+    known, seeds = all_rows(), list(seeds)
+    jobs: dict[tuple[str, int], Job] = {}
+
+    def add(key: str) -> None:
+        for seed in seeds:
+            if (key, seed) not in done and (key, seed) not in jobs:
+                if (source := known[key].starts_from) is not None:
+                    add(source)  # "the best" is that of all seeds, whichever row was asked for
+                jobs[key, seed] = Job(known[key], seed)
+
+    for key in rows:
+        add(key)
+    return list(jobs.values())
 
 
-def expected_seconds(job: Job, images: int = 50_000) -> float:
+def networks_again(jobs: Sequence[Job], done: Done, work: Path) -> list[Job]:
+    """Runs that have their lines, but whose networks these start from and which are not at hand."""
+    found: list[Job] = []
+    for job in jobs:
+        first = job.first(done, work)
+        if first.again and first not in found:
+            found.append(first)
+    return found
+
+
+def expected_seconds(job: Job) -> float:
     """A guess from the measured cost of a step on one H200."""
     config = job.config
-    images, tests = {"svhn": (73_257, 26_032), "mnist": (60_000, 10_000)}.get(config.data, (images, 10_000))
+    images, tests = {"svhn": (73_257, 26_032), "mnist": (60_000, 10_000)}.get(config.data, (50_000, 10_000))
     steps = config.epochs * -(-images // config.batch_size)
     small = 0.6 if config.model == "lenet" else 1.0
     step = STEP_MS[config.norm] * (config.batch_size / 64) ** 0.5
@@ -274,13 +295,18 @@ def run_group(
 ) -> int:
     """Run these side by side and write a line for each that comes to its end; returns how many were ours to run."""
     with ExitStack() as stack:
+        stack.enter_context(stop.listening())  # also while networks are made
         mine = [job for job in group if stack.enter_context(store.claim(job))]
+        claimed = len(mine)
+        mine = [job for job in mine if not (job.again and job.has_network(work))]  # another process was faster
         for key in dict.fromkeys(job.row.key for job in mine):
             seeds = ", ".join(f"{job.seed}{' again' * job.again}" for job in mine if job.row.key == key)
             announce(f"{key}: seeds {seeds}")
-        runs: list[tuple[Trainer, RunFolder]] = []
+        runs: list[tuple[Job, Trainer, RunFolder]] = []
         done = store.done()
         for job in mine:
+            if stop:
+                break
             folder, base = job.folder(work), base_of(job, done)
             if job.again and not job.has_network(work):
                 (folder / "record.json").unlink(missing_ok=True)  # of a network that somebody has removed
@@ -289,34 +315,42 @@ def run_group(
                 begun = (folder / "cut.json").exists()
                 known = read_json(folder / "cut.json") if begun else identity(source, cut)
                 stack.enter_context(folder.claimed(job.config, {"network": known["network"], **cut.to_json()}))
-                trainer: Trainer = start(source, folder, cut, job.config, data, options)
             else:
                 stack.enter_context(folder.claimed(job.config))
+            if (record := folder.record()) is not None:  # of a process that died before it had written the line
+                write(job, record, store, announce)
+                continue
+            if base and job.row.compression:
+                trainer: Trainer = start(source, folder, cut, job.config, data, options)
+            else:
                 trainer = Trainer(job.config, data, options, resumes=folder.has_checkpoint())
             data = trainer.whole_data  # on the device, once for all
-            runs.append((trainer, folder))
-        jobs = {id(trainer): (job, folder) for job, (trainer, folder) in zip(mine, runs, strict=True)}
+            runs.append((job, trainer, folder))
+        jobs = {id(trainer): (job, folder) for job, trainer, folder in runs}
 
-        def write(trainer: Trainer) -> None:
+        def more(trainer: Trainer) -> dict[str, Any]:
+            job, _ = jobs[id(trainer)]
+            drawn = job.seed == 0 and not trainer.diverged and cpnorm.canonical_layers(trainer.model)
+            return {"at_once": len(runs), **(portrait(trainer) if drawn else {})}
+
+        def finished(trainer: Trainer) -> None:
             job, folder = jobs[id(trainer)]
             record = folder.record()
             assert record is not None
-            if not job.again:
-                store.append(result_line(job, trainer, record, len(runs)))
-            announce(f"{job}: {record['final']} % (best {record['best']} %), {record['weights']:,} weights")
+            write(job, record, store, announce)
 
-        drive(runs, observers=observers, stop=stop, finished=write)
-    return len(mine)
+        pairs = [(trainer, folder) for _, trainer, folder in runs]
+        drive(pairs, observers=observers, stop=stop, finished=finished, more=more)
+    return claimed
 
 
-def result_line(job: Job, trainer: Trainer, record: dict[str, Any], at_once: int) -> dict[str, Any]:
-    """What is kept of a run in results/."""
-    cut = job.row.compression
-    line = {"table": job.row.table, "row": job.row.key, "seed": job.seed, "at_once": at_once}
-    line |= {"compression": asdict(cut) if cut else None, **record}
-    if job.seed == 0 and not trainer.diverged and cpnorm.canonical_layers(trainer.model):
-        line |= portrait(trainer)
-    return line
+def write(job: Job, record: dict[str, Any], store: Results, announce: Callable[[str], None]) -> None:
+    """What is kept of a finished run in results/, unless it is there already."""
+    if not job.again:
+        cut = job.row.compression
+        line = {"table": job.row.table, "row": job.row.key, "seed": job.seed}
+        store.append({**line, "at_once": 1, "compression": asdict(cut) if cut else None, **record})
+    announce(f"{job}: {record['final']} % (best {record['best']} %), {record['weights']:,} weights")
 
 
 def cut_of(compression: Compression) -> Cut:

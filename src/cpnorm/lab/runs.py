@@ -31,6 +31,18 @@ class InUseError(RunError):
     """A run that another process is at work on."""
 
 
+FILES = (
+    "config.json",
+    "environment.json",
+    "checkpoint.pt",
+    "metrics.jsonl",
+    "cut.json",
+    "start.safetensors",
+    "model.safetensors",
+    "record.json",
+)
+
+
 class RunFolder:
     """One run on disk. Every file is replaced as a whole or not at all, so that a kill at any moment loses nothing."""
 
@@ -53,13 +65,14 @@ class RunFolder:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise InUseError(f"{self.path} is in use by another process") from error
-            for leftover in (*self.path.glob(".*.tmp"), *self.path.glob(".*.part")):  # of a process that was killed
-                leftover.unlink(missing_ok=True)
             settings = {**config.to_json(), **({"compress": extra} if extra else {})}
             if (self / "config.json").exists():
                 self._check_same(settings)
             else:
                 write_json(self / "config.json", settings)
+            for name in FILES:  # of a process that was killed
+                for leftover in (*self.path.glob(f".{name}.*.tmp"), *self.path.glob(f".{name}.*.part")):
+                    leftover.unlink(missing_ok=True)
             if self.record() is None:
                 write_json(self / "environment.json", environment())
             else:

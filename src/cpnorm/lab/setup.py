@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 from typing import Any
@@ -87,6 +88,7 @@ def process() -> tuple[int, int]:
         return 0, 1
     if not distributed.is_initialized():
         distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        atexit.register(distributed.destroy_process_group)  # or its threads may abort the process at its end
     return distributed.get_rank(), distributed.get_world_size()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 import cpnorm
 from cpnorm.lab.config import Config
@@ -316,10 +316,12 @@ def drive(
     observers: Sequence[Observer] = (),
     stop: Stop | None = None,
     finished: Callable[[Trainer], None] = lambda trainer: None,
+    more: Callable[[Trainer], dict[str, Any]] = lambda trainer: {},
 ) -> None:
     """Take the steps of several runs in turn, so that they share a GPU; save now and then, at the end and on a stop.
 
-    ``finished`` hears of each run that comes to its end, as soon as it is stored.
+    ``finished`` hears of each run that comes to its end, as soon as it is stored, with ``more`` in its record. An
+    observer that fails is left out from then on.
     """
     stop = Stop() if stop is None else stop  # one that nobody has stopped yet is false
     active: list[tuple[Trainer, RunFolder | None, Iterator[bool]]] = []
@@ -331,9 +333,10 @@ def drive(
                 text = f"{folder / 'checkpoint.pt'} does not fit this run: {type(error).__name__}: {error}"
                 raise RunError(" ".join(text.split())[:400]) from error
         active.append((trainer, folder if trainer.rank == 0 else None, trainer.run()))
-    saved = time.monotonic()
+    saved, watching, turn = time.monotonic(), list(observers), 0
     with stop.listening():
-        while active and not stop:
+        while active and not _all_stop(stop, active[0][0], turn):
+            turn += 1
             for entry in list(active):
                 trainer, folder, steps = entry
                 with trainer.step.stream():
@@ -341,17 +344,45 @@ def drive(
                 if epoch_done is None:
                     active.remove(entry)
                     if folder:
-                        folder.finish(trainer.model, trainer.record())
+                        folder.finish(trainer.model, {**trainer.record(), **more(trainer)})
                         finished(trainer)
                 elif epoch_done:
                     if folder:
                         folder.write_metrics(trainer.history)
-                    for observer in observers:
-                        observer(trainer, trainer.history[-1])
+                    watching = [observer for observer in watching if _told(observer, trainer)]
             if time.monotonic() - saved > min(t.options.checkpoint_every for t, _ in runs):
                 _save_all(active)
                 saved = time.monotonic()
     _save_all(active)
+    if any(trainer.world > 1 for trainer, _ in runs):
+        distributed.barrier()  # nobody takes the connections down while another still uses them
+
+
+AGREE_EVERY = 10  # steps
+
+
+def _all_stop(stop: Stop, trainer: Trainer, turn: int) -> bool:
+    """Processes that train together leave after the same step, whichever of them was asked to."""
+    if trainer.world == 1:
+        return bool(stop)
+    if turn % AGREE_EVERY:
+        return False
+    asked = torch.tensor(float(bool(stop)), device=trainer.device)
+    distributed.all_reduce(asked, distributed.ReduceOp.MAX)
+    if asked.item() and not stop.reason:
+        stop.reason = "another process was asked to stop"
+    return bool(asked.item())
+
+
+def _told(observer: Observer, trainer: Trainer) -> bool:
+    """Whether an observer could take the last epoch; a full disk or a server that is away must not end a training."""
+    try:
+        observer(trainer, trainer.history[-1])
+    except Exception as error:
+        name = getattr(observer, "__name__", type(observer).__name__)
+        log.warning("%s hears no more of this run: %s: %s", name, type(error).__name__, error)
+        return False
+    return True
 
 
 def _save_all(active: Sequence[tuple[Trainer, RunFolder | None, Any]]) -> None:

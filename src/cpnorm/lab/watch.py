@@ -14,6 +14,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from cpnorm.lab.train import Trainer
 
+LINE_GAP, SHORTEST_BAR = "  ", 4
 QUIET = 10.0  # seconds between two lines where there is no terminal to redraw
 
 
@@ -49,8 +50,8 @@ class Watch:
         now = time.monotonic()
         if not (self._live or self.silent) and (trainer.finished or not self._spoken or now - self._spoken > QUIET):
             self._spoken = now
-            text = f"epoch {line['epoch']}/{trainer.config.epochs}  {results(line)}  {self._pace()}"
-            self.console.print(text, soft_wrap=True)
+            parts = (f"epoch {line['epoch']}/{trainer.config.epochs}", *results(line), *self._pace())
+            self.console.print(LINE_GAP.join(filter(None, parts)), soft_wrap=True)
 
     def __rich__(self) -> RenderableType:
         trainer = self._trainer
@@ -58,32 +59,39 @@ class Watch:
             return Text(self.note)
         done, total = trainer.epoch * trainer.batches + trainer.batch, trainer.config.epochs * trainer.batches
         epoch = f"epoch {min(trainer.epoch + 1, trainer.config.epochs)}/{trainer.config.epochs}"
-        found, pace = results(trainer.history[-1]) if trainer.history else "", self._pace()
-        room = self.console.width - len(epoch) - len(found) - len(pace) - 3 * 2
-        row = Table.grid(padding=(0, 2))
-        for _ in range(4):
-            row.add_column(no_wrap=True)  # what has no room is cut off: a second line would flicker
-        row.add_row(epoch, ProgressBar(total=max(total, 1), completed=done, width=max(4, min(24, room))), found, pace)
+        images, left = self._pace()
+        found = results(trainer.history[-1]) if trainer.history else []
+        # Least important first: what has no room is left out, since a second line would flicker.
+        parts = {"epoch": epoch, **{part.partition(" ")[0]: part for part in found}, "images": images, "left": left}
+        for part in ("images", "train", "loss", "validation", "left", "test"):
+            if len(LINE_GAP.join(filter(None, parts.values()))) + SHORTEST_BAR + len(LINE_GAP) > self.console.width:
+                parts.pop(part, None)
+        text = LINE_GAP.join(part for key, part in parts.items() if part and key != "epoch")
+        room = self.console.width - len(epoch) - len(text) - 2 * len(LINE_GAP)
+        row = Table.grid(padding=(0, len(LINE_GAP)))
+        for _ in range(3):
+            row.add_column(no_wrap=True)
+        bar = ProgressBar(total=max(total, 1), completed=done, width=max(SHORTEST_BAR, min(24, room)))
+        row.add_row(epoch, bar, text)
         return row
 
-    def _pace(self) -> str:
+    def _pace(self) -> tuple[str, str]:
         """Images a second, evaluation included, and how long the rest takes at that."""
         trainer = self._trainer
         if trainer is None:
-            return ""
+            return "", ""
         if trainer.history:
             epoch = trainer.history[-1]["seconds"]
         else:
             epoch = (time.monotonic() - self._started) * trainer.batches / max(trainer.batch, 1)
         left = epoch * (trainer.config.epochs - trainer.epoch - trainer.batch / trainer.batches)
-        return f"{len(trainer.data.train_labels) / max(epoch, 1e-9):,.0f} images/s  {duration(left)} left"
+        return f"{len(trainer.data.train_labels) / max(epoch, 1e-9):,.0f} images/s", f"{duration(left)} left"
 
 
-def results(line: dict[str, Any]) -> str:
-    """An epoch in a few words."""
-    chosen = f"  validation {line['validation_accuracy']:.2f} %" if "validation_accuracy" in line else ""
-    accuracies = f"train {line['train_accuracy']:.2f} %{chosen}  test {line['test_accuracy']:.2f} %"
-    return f"loss {line['loss']:.4f}  {accuracies}"
+def results(line: dict[str, Any]) -> list[str]:
+    """An epoch in a few words each."""
+    kinds = [kind for kind in ("train", "validation", "test") if f"{kind}_accuracy" in line]
+    return [f"loss {line['loss']:.4f}", *(f"{kind} {line[f'{kind}_accuracy']:.2f} %" for kind in kinds)]
 
 
 def duration(seconds: float) -> str:
