@@ -41,7 +41,8 @@ def canonical_norm(
     W = sigma * sum_r lambda_r * a_r/|a_r| o b_r/|b_r| o ...   (the paper's equation 5)
 
     The layers change in place (their class becomes CPLinear, CPConv2d, ...), so hooks and references stay, and the
-    model is returned. Subclasses that compute in a way of their own are left alone. All layers are converted, or none.
+    model is returned. Subclasses that compute in a way of their own, or have methods or attributes of their own, are
+    left alone. All layers are converted, or none.
 
     Args:
         model: a layer or a model.

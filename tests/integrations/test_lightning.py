@@ -99,3 +99,34 @@ def test_a_checkpoint_from_before_a_truncation_is_loaded(tmp_path: Path) -> None
     assert module.net[3].rank < 10
     module.load_state_dict(torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"])
     assert largest_difference(module.state_dict(), saved) == 0
+
+
+class TwoOptimizers(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.head = cpnorm.canonical_norm(nn.Linear(10, 10))
+        self.plain = nn.Linear(10, 10)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:  # type: ignore[override]
+        optimizers = self.optimizers()
+        loss = nn.functional.cross_entropy(self.plain(self.head(self.net(batch[0]))), batch[1])
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]
+        return [sgd(self.plain), sgd(self.net), sgd(self.head)]
+
+
+def test_several_optimizers(tmp_path: Path) -> None:
+    callback = CanonicalCallback(steps=1, rate=0.5)
+    module = TwoOptimizers()
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=2, logger=False, callbacks=[callback], default_root_dir=tmp_path,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(list(batches()), batch_size=None))
+    assert (module.net[3].rank, module.head.rank) == (5, 5)
+    assert has_unit_columns(module)
