@@ -252,9 +252,9 @@ def test_two_processes_in_one_folder(tmp_path: Path, undisturbed: Callable[[str]
     first = start("train", tmp_path)
     while not (tmp_path / "run/checkpoint.pt").exists():
         time.sleep(0.01)
-    first[0].send_signal(signal.SIGSTOP)  # or it may have ended before the other has begun
+    os.kill(first[0].pid, signal.SIGSTOP)  # or it may have ended before the other has begun
     words = last_words(*start("train", tmp_path))
-    first[0].send_signal(signal.SIGCONT)
+    os.kill(first[0].pid, signal.SIGCONT)
     assert words == f"InUseError: {tmp_path / 'run'} is in use by another process"
     assert last_words(*first) == "done"
     assert outcome(tmp_path, "train") == outcome(undisturbed("train"), "train")
