@@ -337,7 +337,7 @@ def test_an_observer_that_fails_does_not_end_the_training(digits: ImageSet, capl
     trainer = fit(TINY.replace(epochs=2), data=digits, options=Options(device="cpu"), observers=[broken])
     assert trainer.finished
     assert heard == [1]
-    assert "broken hears no more of this run: OSError: [Errno 28] No space left on device" in caplog.text
+    assert "broken is told no more: OSError: [Errno 28] No space left on device" in caplog.text
 
 
 def test_only_leftovers_of_a_run_are_removed(tmp_path: Path, digits: ImageSet) -> None:

@@ -380,7 +380,7 @@ def _told(observer: Observer, trainer: Trainer) -> bool:
         observer(trainer, trainer.history[-1])
     except Exception as error:
         name = getattr(observer, "__name__", type(observer).__name__)
-        log.warning("%s hears no more of this run: %s: %s", name, type(error).__name__, error)
+        log.warning("%s is told no more: %s: %s", name, type(error).__name__, error)
         return False
     return True
 
