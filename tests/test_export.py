@@ -180,3 +180,12 @@ def test_convolutions_in_double_precision_which_onnxruntime_does_not_have(tmp_pa
     model = canonical_norm(nn.Sequential(nn.Conv1d(3, 4, 3))).double()
     export_onnx(model, torch.randn(2, 3, 9).double(), tmp_path / "double.onnx")
     assert os.listdir(tmp_path) == ["double.onnx"]
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    model, x = nn.Linear(4, 3), torch.randn(2, 4)
+    (tmp_path / "model.onnx").mkdir()
+    with pytest.raises(IsADirectoryError) as raised:
+        export_onnx(model, x, tmp_path / "model.onnx")
+    assert raised.value.filename == str(tmp_path / "model.onnx")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
