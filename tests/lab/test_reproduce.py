@@ -20,7 +20,7 @@ import pytest
 from torch import Tensor
 
 import cpnorm
-from cpnorm.lab import beyond, paper, reproduce
+from cpnorm.lab import beyond, paper, rank_tables, reproduce
 from cpnorm.lab.compression import trained_network
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import load
@@ -339,14 +339,14 @@ def test_ranks_are_missing_until_they_are_estimated(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(cpnorm, "estimate_rank", estimated)
     results, keys = tmp_path / "results", ["lenet-ranks"]
-    missing = reproduce.missing_ranks(keys, Results(results))
+    missing = rank_tables.missing_ranks(keys, Results(results))
     assert not results.exists()  # looking changes nothing
     assert [layer.layer for layer in missing["lenet-ranks"]] == list(paper.paper_ranks("lenet"))
-    assert set(reproduce.missing_ranks([], Results(results))) == {"alexnet-ranks", "lenet-ranks"}
-    reproduce.estimate_ranks(keys, results, stop=Stop(reason="enough"), announce=lambda _: None)
-    assert reproduce.missing_ranks(keys, Results(results)) == missing
-    reproduce.estimate_ranks(keys, results, announce=lambda _: None)
-    assert reproduce.missing_ranks(keys, Results(results)) == {}
+    assert set(rank_tables.missing_ranks([], Results(results))) == {"alexnet-ranks", "lenet-ranks"}
+    rank_tables.estimate_ranks(keys, results, stop=Stop(reason="enough"), announce=lambda _: None)
+    assert rank_tables.missing_ranks(keys, Results(results)) == missing
+    rank_tables.estimate_ranks(keys, results, announce=lambda _: None)
+    assert rank_tables.missing_ranks(keys, Results(results)) == {}
     assert [line["row"] for line in Results(results).lines()] == [
         f"lenet-ranks/{y.layer}" for y in missing["lenet-ranks"]
     ]

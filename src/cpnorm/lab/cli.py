@@ -307,6 +307,7 @@ def reproduce(
     as_json: Json = False,
 ) -> int:
     """Run what is missing of the paper's tables; stops and goes on at any time, and several may work side by side."""
+    from cpnorm.lab import rank_tables
     from cpnorm.lab import reproduce as lab
     from cpnorm.lab.train import Options, Stop
 
@@ -338,8 +339,8 @@ def reproduce(
             announce=announce,
         )
         if not left:  # ranks need no GPU, which may be lent for a while only
-            lab.estimate_ranks(keys, results, stop=stop, announce=announce)
-    ranks = lab.missing_ranks(keys, lab.Results(results))
+            rank_tables.estimate_ranks(keys, results, stop=stop, announce=announce)
+    ranks = rank_tables.missing_ranks(keys, lab.Results(results))
     layers = [f"{table}/{layer.layer}" for table, missing in ranks.items() for layer in missing]
     if as_json:
         runs = [{"row": job.row.key, "seed": job.seed} for job in left]

@@ -13,17 +13,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import cpnorm
-from cpnorm.lab import beyond, models, paper
+from cpnorm.lab import beyond, paper
 from cpnorm.lab.compression import Cut, identity, start
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet, load
 from cpnorm.lab.jsonfiles import parse_object, read_lines, whole_lines
-from cpnorm.lab.paper import Compression, LayerRank, Row, Table
+from cpnorm.lab.paper import Compression, Row, Table
 from cpnorm.lab.portrait import portrait
-from cpnorm.lab.runs import RunError, RunFolder, environment, read_json
+from cpnorm.lab.runs import RunError, RunFolder, read_json
 from cpnorm.lab.train import Observer, Options, Stop, Trainer, drive
 
 log = logging.getLogger("cpnorm.lab")
@@ -379,54 +377,3 @@ def base_of(job: Job, done: Done) -> Job | None:
         lines = {s: line for (key, s), line in done.items() if key == source.key and not line["diverged"]}
         seed = max(lines, key=lambda s: lines[s]["final"]) if lines else 0
     return Job(source, seed, again=(source.key, seed) in done)
-
-
-# --- the rank tables --------------------------------------------------------------------------------------------------
-
-
-def missing_ranks(keys: Sequence[str], results: Results, seed: int = 0) -> dict[str, list[LayerRank]]:
-    """By table: the layers whose ranks are yet to be estimated."""
-    done = results.done()
-    layers = {t.key: [y for y in t.ranks if (f"{t.key}/{y.layer}", seed) not in done] for t in find_tables(keys)}
-    return {key: missing for key, missing in layers.items() if missing}
-
-
-def estimate_ranks(
-    keys: Sequence[str],
-    results: Path,
-    seed: int = 0,
-    stop: Stop | None = None,
-    announce: Callable[[str], None] = log.info,
-) -> None:
-    """The paper's rank tables: ALS with growing rank on the freshly drawn layers."""
-    store, where = Results(results), environment()
-    for table, layers in missing_ranks(keys, store, seed).items():
-        _estimate(table, layers, store, where, seed, stop or Stop(), announce)
-
-
-def _estimate(
-    table: str,
-    layers: Sequence[LayerRank],
-    store: Results,
-    where: dict[str, Any],
-    seed: int,
-    stop: Stop,
-    announce: Callable[[str], None],
-) -> None:
-    name = table.partition("-")[0]
-    torch.manual_seed(seed)
-    model = models.build(name, *((3, 10, 32) if name == "alexnet" else (1, 10, 28)))
-    for layer in layers:
-        key = f"{table}/{layer.layer}"
-        if stop:
-            return
-        started = time.perf_counter()
-        weight = model.get_parameter(f"{layer.layer}.weight").detach()
-        found = cpnorm.estimate_rank(weight, generator=torch.Generator().manual_seed(seed))
-        line = {"table": table, "row": key, "seed": seed, "rank": found.rank, "published": layer.rank}
-        line |= {
-            "curve": [[r, round(f, 5)] for r, f in found.curve],
-            "seconds": round(time.perf_counter() - started, 2),
-        }
-        store.append(line | {"environment": where})
-        announce(f"{key}: rank {found.rank} (published {layer.rank})")
