@@ -10,7 +10,7 @@ from pathlib import Path
 from cpnorm.lab import paper
 from cpnorm.lab.paper import Table
 from cpnorm.lab.report import charts, explorer, figures, recipes
-from cpnorm.lab.report.claims import Claim, claims
+from cpnorm.lab.report.claims import claims
 from cpnorm.lab.report.comparison import (
     PUBLISHED_RUNS,
     Comparison,
@@ -37,6 +37,7 @@ from cpnorm.lab.report.document import (
 )
 from cpnorm.lab.report.records import Records, read_results
 from cpnorm.lab.report.statistics import SIGNIFICANT
+from cpnorm.lab.report.tally import Claim
 
 TITLE = "Canonical convolutional networks, measured again"
 

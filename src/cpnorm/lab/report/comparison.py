@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
 from cpnorm.lab import paper
@@ -12,6 +14,7 @@ from cpnorm.lab.report.records import Records, Run, that_learned
 from cpnorm.lab.report.statistics import Difference, Summary, summarize, welch
 
 PUBLISHED_RUNS = 8
+NETWORKS = {"cifar10": "CIFAR-10", "svhn": "SVHN", "mnist": "MNIST"}  # the training tables
 Status = Literal["within", "above", "below", "missing"]
 
 
@@ -57,6 +60,17 @@ def last_epochs(runs: list[Run]) -> Summary | None:
 def best_epochs(runs: list[Run]) -> Summary | None:
     """Of each run's best accuracy on the test set."""
     return summarize(run.best for run in runs if run.best is not None)
+
+
+def over_the_last(epochs: int) -> Callable[[list[Run]], Summary | None]:
+    """Of each run's mean over so many epochs at its end."""
+    return lambda runs: summarize(fmean(run.curve[-epochs:]) for run in runs if run.curve)
+
+
+def published_mean(row: Row) -> float:
+    """Of a row that the paper has."""
+    assert row.published is not None
+    return row.published.mean
 
 
 def _summary(published: Published) -> Summary:

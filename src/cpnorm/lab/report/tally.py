@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from cpnorm.lab.report.document import Cell, p_cell, signed
+from cpnorm.lab.report.document import Cell, Grid, p_cell, signed
 from cpnorm.lab.report.statistics import Difference, Summary, holm, welch
 
 NOT_MEASURED = "Not measured yet."
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One question, the paper's words on it (none: it is ours), and the answer of our numbers."""
+
+    key: str
+    question: str
+    paper: str
+    answer: str  # "Yes.", "No.", "Partly.", ...
+    explanation: str
+    grid: Grid | None = None
 
 
 def corrected(differences: Sequence[Difference | None]) -> list[Difference | None]:
