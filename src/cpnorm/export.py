@@ -82,8 +82,10 @@ def _export(model: nn.Module, example_input: Inputs, path: Path, dynamic_batch: 
             for batch in (2, 3) if dynamic_batch else (None,):
                 _check(draft, plain, *_resized((args, kwargs), batch))
         os.replace(draft, path)
-    except OSError as error:  # of the name that was asked for, not of the draft's
-        raise type(error)(error.errno, error.strerror or str(error), str(path)) from error
+    except OSError as error:
+        if error.errno is None or error.filename not in (None, str(draft), draft):
+            raise  # about some other file
+        raise OSError(error.errno, error.strerror, str(path)) from error  # not the draft's name
     finally:
         draft.unlink(missing_ok=True)
 
