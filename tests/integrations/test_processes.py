@@ -15,7 +15,7 @@ from integrations.small import has_unit_columns, largest_difference, network, tr
 def test_two_processes_end_where_one_does(tmp_path: Path) -> None:
     script = Path(__file__).with_name("train_in_processes.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, tmp_path]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -372,7 +372,7 @@ STOPPED_BY_ONE = """
 
     config = Config(**json.loads(sys.argv[1]))
     trainer = fit(config, out=sys.argv[2], options=Options(checkpoint_every=1000), observers=[observer])
-    print("left", trainer.finished, flush=True)
+    print(f"left {trainer.finished}\\n", end="", flush=True)  # one write: two processes share the pipe
 """
 
 
