@@ -361,6 +361,21 @@ def test_a_signal_while_a_network_is_prepared_saves_it(tmp_path: Path, digits: I
     assert RunFolder(tmp_path).has_checkpoint()
 
 
+def test_runs_that_take_turns_keep_their_arithmetic(digits: ImageSet) -> None:
+    seen: dict[str, set[tuple[str, bool]]] = {}
+
+    def trainer(precision: str) -> Trainer:
+        run = Trainer(TINY.replace(precision=precision), digits, Options(device="cpu"))
+        flags = seen.setdefault(precision, set())
+        run.model.register_forward_pre_hook(
+            lambda module, args: flags.add((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
+        )
+        return run
+
+    drive([(trainer(precision), None) for precision in ("fp32", "tf32")])
+    assert seen == {"fp32": {("highest", False)}, "tf32": {("high", True)}}
+
+
 STOPPED_BY_ONE = """
     import os, signal, sys, json
     from cpnorm.lab.config import Config

@@ -16,6 +16,12 @@ Loss = Callable[..., tuple[Tensor, Tensor]]
 Halves = tuple[Loss, Loss]  # batch_outputs of the first half of a model, loss_of of the second
 
 
+def use_arithmetic(precision: str) -> None:
+    """What float32 means from now on in this process; runs that take turns may differ in it."""
+    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+    torch.backends.cudnn.allow_tf32 = precision != "fp32"
+
+
 def batch_outputs(
     model: nn.Module,
     images: Tensor,  # (all, C, H, W) uint8

@@ -24,7 +24,16 @@ from cpnorm.lab.ahead import (
 )
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet, normalize
-from cpnorm.lab.passes import Halves, Loss, batch_loss, batch_outputs, compiled_halves, compiled_loss, loss_of
+from cpnorm.lab.passes import (
+    Halves,
+    Loss,
+    batch_loss,
+    batch_outputs,
+    compiled_halves,
+    compiled_loss,
+    loss_of,
+    use_arithmetic,
+)
 
 log = logging.getLogger("cpnorm.lab")
 
@@ -100,7 +109,8 @@ class Step:
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """Work of this run goes here, beside that of others on the same GPU, and takes its own random numbers."""
+        """Work of this run goes here, beside that of others on the GPU, with its own arithmetic and random numbers."""
+        use_arithmetic(self.precision)
         if self._stream is None:
             yield
             return

@@ -19,6 +19,7 @@ from torch import Tensor, distributed, nn
 import cpnorm
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet, load, normalize
+from cpnorm.lab.passes import use_arithmetic
 from cpnorm.lab.readings import Readings, layer_readings, layer_statistics, means
 from cpnorm.lab.runs import RunError, RunFolder, environment
 from cpnorm.lab.setup import build_model, learning_rate, make_optimizer, pick_device, process
@@ -68,8 +69,7 @@ class Trainer:
         self.precision = config.precision
         if self.precision == "auto":
             self.precision = "bf16" if self.device.type == "cuda" else "fp32"
-        torch.set_float32_matmul_precision("highest" if self.precision == "fp32" else "high")
-        torch.backends.cudnn.allow_tf32 = self.precision != "fp32"
+        use_arithmetic(self.precision)
         torch.backends.cudnn.benchmark = self.options.compile  # the same few shapes come thousands of times
         if model is None:
             cheap = {"init": "kaiming_normal", "lambdas": "ones"} if resumes and config.norm == "cp" else {}
