@@ -147,7 +147,7 @@ CHECK_ROWS = (
         "checks/cp-rmsprop-free", "CP, RMSprop, never renormalised", paper.CIFAR10_RMS.replace(renormalize=False), None
     ),
     # All rows are trained in bfloat16 on a GPU. TF32, with 10 bits of fraction instead of 7 and everything stored in
-    # float32, is what torch did by default in the paper's time, on a GPU that can; float32 has a seventh of its peak rate.
+    # float32, is what torch did by default in the paper's time, on a GPU that can; float32 has a seventh of its speed.
     Row("checks/none-sgd-tf32", "none, SGD, TF32", paper.CIFAR10.replace(norm="none", precision="tf32"), None),
     Row("checks/cp-sgd-tf32", "CP, SGD, TF32", paper.CIFAR10.replace(precision="tf32"), None),
     Row("checks/adam-tf32", "Kaiming normal, Adam, TF32", ADAM.config.replace(precision="tf32"), None),
