@@ -68,6 +68,13 @@ class TestVerdicts:
         assert entry.difference_of_best.p == pytest.approx(best.pvalue)
         assert (entry.last.mean, entry.best.max) == (pytest.approx(87.3), pytest.approx(88.1))
 
+    def test_the_last_20_epochs_of_runs_that_have_twice_as_many(self, tmp_path):
+        curve = [10.0] * 20 + [80.0] * 19 + [40.0]
+        groups = lines("cifar10/none-sgd", 87.0, 2, curve=curve), lines("compress-cifar10/50", 87.0, 2, curve=curve[1:])
+        records = records_of(tmp_path, *groups)
+        assert comparison(records, "cifar10/none-sgd").late.mean == pytest.approx(78.0)
+        assert comparison(records, "compress-cifar10/50").late is None
+
     def test_without_a_published_sd_nothing_is_within_it(self, tmp_path):
         near = records_of(tmp_path, lines("cifar10/none-sgd", 85.2))
         assert comparison(near, "tai/low-rank-0").words == "above by 0.09 points"

@@ -214,12 +214,12 @@ class TestDocument:
         section = next(s for s in build(results).sections if s.key == "beyond")
         grid = next(iter(blocks([section], Grid)))
         assert [row[0].text for row in grid.rows] == ["low-rank-210k", "low-rank-140k", "low-rank-70k"]
-        assert {row[6].text for row in grid.rows} <= {
+        assert {row[7].text for row in grid.rows} <= {
             "cifar10/none-sgd",
             "cifar10/weight-sgd",
             "cifar10/weight-rmsprop",
         }
-        assert grid.rows[0][9].value == pytest.approx(6.98e6 / 211_000, rel=1e-3)
+        assert grid.rows[0][10].value == pytest.approx(6.98e6 / 211_000, rel=1e-3)
 
     def test_an_empty_folder_is_a_report_too(self, tmp_path):
         text = write_report(tmp_path, tmp_path / "r.html").read_text()

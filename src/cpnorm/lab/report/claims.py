@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from cpnorm.lab import paper
 from cpnorm.lab.paper import Row
-from cpnorm.lab.report.comparison import NETWORKS, last_epochs, over_the_last, p_words, published_mean
+from cpnorm.lab.report.comparison import LAST, NETWORKS, last_epochs, over_the_last, p_words, published_mean
 from cpnorm.lab.report.compression_claims import against_tai, compresses
 from cpnorm.lab.report.document import Column, Grid, mean_sd, number, signed, words
 from cpnorm.lab.report.records import Records, Run
@@ -18,7 +18,6 @@ OPTIMIZERS = {"sgd": "SGD", "rmsprop": "RMSprop"}
 METHODS = {"none": "none", "weight": "weight", "cp": "CP"}
 # A level of accuracy is set by the error left: this many times that of the weakest method at its end.
 ERROR_FACTORS = {"early": 2.0, "late": 1.25}
-LAST = 20  # epochs
 
 
 def claims(records: Records) -> list[Claim]:

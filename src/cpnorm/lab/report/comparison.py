@@ -14,6 +14,7 @@ from cpnorm.lab.report.records import Records, Run, that_learned
 from cpnorm.lab.report.statistics import Difference, Summary, summarize, welch
 
 PUBLISHED_RUNS = 8
+LAST = 20  # epochs
 NETWORKS = {"cifar10": "CIFAR-10", "svhn": "SVHN", "mnist": "MNIST"}  # the training tables
 Status = Literal["within", "above", "below", "missing"]
 
@@ -26,6 +27,7 @@ class Comparison:
     runs: int  # those that did not diverge
     diverged: int
     last: Summary | None  # accuracies of the last epoch: what stands beside the published mean
+    late: Summary | None  # of each run's mean over its last 20 epochs
     best: Summary | None  # of each run's best epoch: its maximum stands beside the published maximum
     weights: int | None
     difference: Difference | None  # last epoch minus published mean
@@ -40,7 +42,7 @@ def compare(row: Row, table: Table, records: Records) -> Comparison:
     source = row.same_as or row.key
     runs = records.finished(source)
     diverged = len(records.runs.get(source, [])) - len(runs)
-    last, best = last_epochs(runs), best_epochs(runs)
+    last, late, best = last_epochs(runs), late_epochs(runs), best_epochs(runs)
     published = row.published
     theirs = _summary(published) if published else None
     difference = welch(last, theirs) if last and theirs else None
@@ -49,7 +51,9 @@ def compare(row: Row, table: Table, records: Records) -> Comparison:
     _, words_of_best = _verdict(published, best, of_best, 0)
     words += _never_learned(runs)
     weights = _weights(row, table, records)
-    return Comparison(row, len(runs), diverged, last, best, weights, difference, of_best, status, words, words_of_best)
+    return Comparison(
+        row, len(runs), diverged, last, late, best, weights, difference, of_best, status, words, words_of_best
+    )
 
 
 def last_epochs(runs: list[Run]) -> Summary | None:
@@ -65,6 +69,11 @@ def best_epochs(runs: list[Run]) -> Summary | None:
 def over_the_last(epochs: int) -> Callable[[list[Run]], Summary | None]:
     """Of each run's mean over so many epochs at its end."""
     return lambda runs: summarize(fmean(run.curve[-epochs:]) for run in runs if run.curve)
+
+
+def late_epochs(runs: list[Run]) -> Summary | None:
+    """Of each run's mean over its last 20 epochs: steadier than one epoch, and none chosen. Short runs have none."""
+    return over_the_last(LAST)([run for run in runs if len(run.curve) >= 2 * LAST])
 
 
 def published_mean(row: Row) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cpnorm.lab import beyond, paper
 from cpnorm.lab.report import charts
-from cpnorm.lab.report.comparison import best_epochs, last_epochs
+from cpnorm.lab.report.comparison import LAST, best_epochs, last_epochs, late_epochs
 from cpnorm.lab.report.document import (
     MISSING,
     Cell,
@@ -82,6 +82,7 @@ def own_grid(title: str, keys: Sequence[str], records: Records) -> Grid:
                 words(key.partition("/")[2] or key),
                 *([mean_sd(cuts[key])] if any(cuts.values()) else []),
                 mean_sd(last),
+                mean_sd(late_epochs(runs)),
                 mean_sd(best),
                 number(best.max if best else None),
                 count(weights.mean if weights else None),
@@ -95,7 +96,7 @@ def own_grid(title: str, keys: Sequence[str], records: Records) -> Grid:
     columns = [
         Column("row", words=True),
         *([Column("after the cut", "ours")] if any(cuts.values()) else []),
-        *(Column(name, "ours") for name in ("last epoch", "best epoch", "max", "weights", "n")),
+        *(Column(name, "ours") for name in ("last epoch", f"last {LAST}", "best epoch", "max", "weights", "n")),
         Column("best without CP", "against", words=True),
         *(Column(name, "against") for name in ("points", "p", "fewer weights")),
     ]
