@@ -187,6 +187,41 @@ class TestClaims:
         assert [cell.text for cell in found["steady"].grid.rows[0][4:8]] == ["+1.95", "< 0.001", "+2.00", "< 0.001"]
         assert not found["steady"].paper
 
+    def test_some_trainings_still_rise_at_their_end(self, tmp_path):
+        flat, rising = [10.0] + [80.0, 84.0] * 30, [10.0] + [80.0] * 20 + [81.0] * 20 + [82.0] * 20
+        groups = [
+            lines("cifar10/cp-sgd", 88.0, curve=rising),
+            lines("cifar10/weight-sgd", 88.0, curve=flat),
+            lines("cifar10/none-sgd", 88.0, curve=rising[2:]),  # too short
+            lines("cifar10/none-rmsprop", 88.0, curve=rising),  # stopped early
+            lines("compress-cifar10/25", 88.0, curve=rising),
+        ]
+        for line in (line for group in groups for line in group):
+            curve = line["curve"]["test_accuracy"]
+            late = SPREAD[line["seed"]]
+            line["curve"] = {"test_accuracy": [*curve[:-20], *(a + late for a in curve[-20:])]}
+        claim = self.answers(records_of(tmp_path, *groups))["ending"]
+        assert claim.answer == "Partly."
+        texts = {row[0].text: [cell.text for cell in row[1:]] for row in claim.grid.rows}
+        assert texts == {
+            "cifar10/weight-sgd": ["8", "82.00 ± 0.00", "82.00 ± 0.00", "82.00 ± 0.20", "0.00", "1.000"],
+            "cifar10/cp-sgd": ["8", "80.00 ± 0.00", "81.00 ± 0.00", "82.00 ± 0.20", "+2.00", "< 0.001"],
+        }
+        assert "in 1 of 2 rows and falls in 0" in claim.explanation
+        assert "(16 runs;" in claim.explanation
+
+    def test_the_change_at_the_end_is_tested_within_runs(self, tmp_path):
+        """Runs differ by far more than each of them rises."""
+        groups = [lines("cifar10/cp-sgd", 88.0)]
+        rises = [0.1, 0.3, 0.2, 0.1, 0.2, 0.3, 0.1, 0.2]
+        for line, rise in zip(groups[0], rises, strict=True):
+            low = 60.0 + 3 * line["seed"]
+            line["curve"] = {"test_accuracy": [low] * 40 + [low + rise] * 20}
+        claim = self.answers(records_of(tmp_path, *groups))["ending"]
+        points, p = claim.grid.rows[0][-2:]
+        assert points.value == pytest.approx(sum(rises) / 8)
+        assert p.value == pytest.approx(stats.ttest_1samp(rises, 0).pvalue)
+
     def test_one_run_is_no_test(self, tmp_path):
         groups = [lines("cifar10/cp-sgd", 88.3, 1), lines("cifar10/weight-sgd", 87.4, 1)]
         assert self.answers(records_of(tmp_path, *groups))["weight"].answer == "Not measured yet."

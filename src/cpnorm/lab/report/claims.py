@@ -10,6 +10,7 @@ from cpnorm.lab.paper import Row
 from cpnorm.lab.report.comparison import LAST, NETWORKS, last_epochs, over_the_last, p_words, published_mean
 from cpnorm.lab.report.compression_claims import against_tai, compresses
 from cpnorm.lab.report.document import Column, Grid, mean_sd, number, signed, words
+from cpnorm.lab.report.ending import still_rises
 from cpnorm.lab.report.records import Records, Run
 from cpnorm.lab.report.statistics import SIGNIFICANT, Summary, epochs_to_reach, mann_whitney, summarize
 from cpnorm.lab.report.tally import NOT_MEASURED, Claim, Tally, corrected, difference_cells, minus, tally
@@ -26,6 +27,7 @@ def claims(records: Records) -> list[Claim]:
         converges_faster(records),
         beats_weight_normalization(records),
         beats_it_over_many_epochs(records),
+        still_rises(records),
         needs_power_method(records),
         compresses(records),
         against_tai(records),
