@@ -162,7 +162,7 @@ CHECK_ROWS = (
     _from_momentum("checks/compress-25-momentum", paper.row("compress-cifar10/25")),
     _from_momentum("checks/compress-50-momentum", paper.row("compress-cifar10/50")),
     # All rows are trained in bfloat16 on a GPU, the authors' on a V100 with torch 1.7: in float32. TF32 has 10 bits of
-    # fraction instead of 7 and stores float32, at seven times the speed of float32.
+    # fraction instead of 7 and stores float32, at seven times the peak rate of float32.
     Row("checks/none-sgd-tf32", "none, SGD, TF32", paper.CIFAR10.replace(norm="none", precision="tf32"), None),
     Row("checks/cp-sgd-tf32", "CP, SGD, TF32", paper.CIFAR10.replace(precision="tf32"), None),
     Row("checks/adam-tf32", "Kaiming normal, Adam, TF32", ADAM.config.replace(precision="tf32"), None),

@@ -141,9 +141,9 @@ def claims_section(answers: Sequence[Claim]) -> Section:
         "The paper's claims",
         [
             Text(
-                "Each is answered by our runs alone: accuracies of the last epoch, Welch's test, p corrected for the "
-                "number of tests within a claim (Holm). “Not shown” means that the test sees no difference, which is "
-                "not the same as there being none."
+                "Each is answered by our runs alone: accuracies of the last epoch and Welch's test unless said "
+                "otherwise, p corrected for the number of tests within a claim (Holm). “Not shown” means that the "
+                "test sees no difference, which is not the same as there being none."
             )
         ],
     )
