@@ -123,6 +123,16 @@ def test_all_images_are_trained_on_the_last_partial_batch_too(digits: ImageSet) 
     assert trainer.step.sums[2] == 200
 
 
+def test_or_whole_batches_alone(digits: ImageSet) -> None:
+    trainer = fit(TINY.replace(drop_last=True), data=digits)
+    assert trainer.batches == 6
+    assert trainer.step.sums[2] == trainer.step.cursor == 192
+    exact = TINY.replace(batch_size=25)
+    assert Trainer(exact, digits).batches == Trainer(exact.replace(drop_last=True), digits).batches == 8
+    with pytest.raises(ValueError, match="expected a whole batch of images, got 200, fewer than 201"):
+        Trainer(TINY.replace(drop_last=True, batch_size=201), digits)
+
+
 def test_stopped_anywhere_and_resumed_gives_the_same_curve(tmp_path: Path, digits: ImageSet) -> None:
     whole = fit(TINY, data=digits, out=tmp_path / "whole")
     for stop_after in (1, 5, 7, 9):

@@ -133,6 +133,7 @@ def _longer(key: str, row: Row) -> Row:
     return replace(row, key=key, name=f"{row.name} of the terms cut, 60 epochs", published=None, compression=longer)
 
 
+WHOLE_BATCHES = paper.CIFAR10.replace(drop_last=True)
 MOMENTUM = paper.CIFAR10.replace(batch_size=128, momentum=0.6)
 CP_MOMENTUM = Row("checks/cp-sgd-momentum", "CP, SGD, batch 128, momentum 0.6", MOMENTUM, None)
 
@@ -161,6 +162,10 @@ CHECK_ROWS = (
     CP_MOMENTUM,
     _from_momentum("checks/compress-25-momentum", paper.row("compress-cifar10/25")),
     _from_momentum("checks/compress-50-momentum", paper.row("compress-cifar10/50")),
+    # 50,000 images are 781 batches of 64 and one of 16, whose step, with twice the noise, is the last before a test.
+    Row("checks/none-sgd-drop-last", "none, SGD, whole batches alone", WHOLE_BATCHES.replace(norm="none"), None),
+    Row("checks/weight-sgd-drop-last", "weight, SGD, whole batches alone", WHOLE_BATCHES.replace(norm="weight"), None),
+    Row("checks/cp-sgd-drop-last", "CP, SGD, whole batches alone", WHOLE_BATCHES, None),
     # All rows are trained in bfloat16 on a GPU, the authors' on a V100 with torch 1.7: in float32. TF32 has 10 bits of
     # fraction instead of 7 and stores float32, at seven times the peak rate of float32.
     Row("checks/none-sgd-tf32", "none, SGD, TF32", paper.CIFAR10.replace(norm="none", precision="tf32"), None),

@@ -49,6 +49,7 @@ class Config:
     warmup: int = 0  # epochs of linear warm-up
     epochs: int = 150
     batch_size: int = 64
+    drop_last: bool = False  # leave out the images of an epoch that fill no batch
     seed: int = 0
     precision: Literal["auto", "bf16", "tf32", "fp32"] = "auto"  # auto: bf16 on a GPU, fp32 elsewhere
     augment: Literal["auto", "none", "crop", "crop-flip"] = "auto"  # auto: crop-flip for CIFAR-10 and SVHN, else none

@@ -50,6 +50,7 @@ HELP = {
     "warmup": "epochs of linear warm-up",
     "epochs": "epochs",
     "batch_size": "images a step; the last step of an epoch takes what is left",
+    "drop_last": "leave out what is left: an epoch ends with its last whole batch",
     "seed": "seed of everything random",
     "precision": "arithmetic; auto: bf16 on a GPU, fp32 elsewhere",
     "augment": "augmentation; auto: crop and flip for CIFAR-10 and SVHN, none else",

@@ -66,6 +66,9 @@ class Trainer:
         if config.validation:
             self.data, *held_out = self.data.split_validation(config.validation, config.seed)
             self.held_out = (held_out[0], held_out[1])
+        if not self.batches:
+            images = len(self.data.train_labels)
+            raise ValueError(f"expected a whole batch of images, got {images}, fewer than {config.batch_size}")
         self.precision = config.precision
         if self.precision == "auto":
             self.precision = "bf16" if self.device.type == "cuda" else "fp32"
@@ -109,7 +112,8 @@ class Trainer:
     @property
     def batches(self) -> int:
         """Steps in an epoch; the last may be smaller."""
-        return -(-len(self.data.train_labels) // self.config.batch_size)
+        images, size = len(self.data.train_labels), self.config.batch_size
+        return images // size if self.config.drop_last else -(-images // size)
 
     @property
     def finished(self) -> bool:
