@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,5 +30,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _alone() -> Iterator[None]:
+    """The same seed, and none of the settings that a training before it has left to the process."""
     torch.manual_seed(0)
+    searches, precision = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
+    tf32 = torch.backends.cudnn.allow_tf32
+    yield
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = searches, tf32
+    torch.set_float32_matmul_precision(precision)

@@ -7,10 +7,11 @@ import pytest
 from scipy import stats
 
 import synthetic_results
-from cpnorm.lab import paper
+from cpnorm.lab import beyond, paper
 from cpnorm.lab.report.charts import curves
 from cpnorm.lab.report.claims import claims
 from cpnorm.lab.report.comparison import compare, exact_bound
+from cpnorm.lab.report.explained import explanations
 from cpnorm.lab.report.records import read_results
 
 SPREAD = (-0.3, -0.2, -0.1, 0.0, 0.0, 0.1, 0.2, 0.3)
@@ -292,3 +293,70 @@ def test_the_synthetic_folder_covers_the_cases(tmp_path):
     records = read_results(synthetic_results.write(tmp_path / "results", seeds=3))
     statuses = {comparison(records, row.key).status for row in paper.rows()}
     assert statuses == {"within", "above", "below", "missing"}
+
+
+class TestExplanations:
+    """The paper's rows, with something changed."""
+
+    RESTLESS = [80.0] * 40 + [86.0, 88.0] * 10
+    CALM = [80.0] * 40 + [88.0, 88.2] * 10
+
+    def groups(self):
+        return (
+            lines("cifar10/none-sgd", 86.0, curve=self.RESTLESS),
+            lines("checks/none-sgd-drop-last", 87.1, n=3, curve=self.CALM),
+            lines("compress-cifar10/50", 87.4, curve=[87.4] * 20),
+            lines("checks/compress-50-longer", 88.0, n=3, curve=[87.9] * 60),
+            lines("checks/weight-sgd-drop-last", 87.0, n=3),  # nothing to compare it with
+            lines("init-sgd/kaiming-normal", 80.0, curve=self.CALM),
+            lines("checks/kaiming-normal-warmup", 73.0, n=3, curve=self.CALM[:20]),  # another number of epochs
+        )
+
+    def test_what_changed_and_what_it_did(self, tmp_path):
+        grid = explanations(records_of(tmp_path, *self.groups()))
+        assert [(row[0].text, row[1].text) for row in grid.rows] == [
+            ("cifar10/none-sgd", "whole batches alone"),
+            ("compress-cifar10/50", "60 epochs of fine-tuning"),
+        ]
+        trained, cut = ([cell.value for cell in row] for row in grid.rows)
+        assert trained[2:5] == pytest.approx([87.06, 86.0, 87.0])
+        assert trained[5] == pytest.approx(stats.tstd(self.RESTLESS[-20:]))
+        assert trained[6:9] == pytest.approx([3, 86.9, 88.1])
+        assert trained[9:12] == pytest.approx([stats.tstd(self.CALM[-20:]), 87.5, 1.1])
+        assert grid.rows[0][13].text.startswith("within one published sd")
+        assert cut[4] is cut[5] is None  # 20 epochs do not stand still
+        assert cut[11] == pytest.approx(87.8 - 87.4)  # of last epochs, though one of the two has more
+
+    def test_p_is_corrected_for_the_number_of_changes(self, tmp_path):
+        pairs = {"25": (88.0, 88.4), "50": (87.4, 88.0)}
+        groups = [
+            group
+            for rate, (before, after) in pairs.items()
+            for group in (
+                lines(f"compress-cifar10/{rate}", before),
+                lines(f"checks/compress-{rate}-longer", after, n=3),
+            )
+        ]
+        larger, smaller = (
+            stats.ttest_ind([before + d for d in SPREAD], [after + d for d in SPREAD[:3]], equal_var=False).pvalue
+            for before, after in pairs.values()
+        )
+        ps = [row[12].value for row in explanations(records_of(tmp_path, *groups)).rows]
+        assert smaller < larger < 1
+        assert ps == pytest.approx([max(larger, 2 * smaller), 2 * smaller])
+
+    def test_none_without_runs(self, tmp_path):
+        assert explanations(records_of(tmp_path, lines("cifar10/none-sgd", 86.0))) is None
+
+
+def test_what_tests_a_row_is_that_row_with_something_changed():
+    rows = [row for table in beyond.TABLES for row in table.rows if row.tests]
+    assert len(rows) > 20
+    for row in rows:
+        tested = paper.row(row.tests)
+        assert (row.config, row.compression) != (tested.config, tested.compression)
+        assert (row.config.data, row.config.model, row.config.norm) == (
+            tested.config.data,
+            tested.config.model,
+            tested.config.norm,
+        )

@@ -50,7 +50,9 @@ CIFAR10_ROWS = (
 ADAM = paper.row("init-adam/kaiming-normal")
 ADAM_64 = Row("beyond-batch/adam-64", "Kaiming normal, Adam, batch 64", ADAM.config.replace(batch_size=64), None)
 # Vectors that may grow turn ever more slowly: is that what the published code gains by not renormalising?
-ADAM_FREE = Row("beyond-batch/adam-free", "batch 128, never renormalised", ADAM.config.replace(renormalize=False), None)
+ADAM_FREE = Row(
+    "beyond-batch/adam-free", "never renormalised", ADAM.config.replace(renormalize=False), None, tests=ADAM.key
+)
 
 
 def _cut(key: str, name: str, start: Row, rate: float, **options: Any) -> Row:
@@ -127,69 +129,66 @@ MNIST_ROWS = (
 )
 
 
-def _longer(key: str, row: Row) -> Row:
+def _changed(key: str, name: str, tests: str, **changes: Any) -> Row:
+    """A row of the paper with something changed, which may explain a difference."""
+    return Row(f"checks/{key}", name, paper.row(tests).config.replace(**changes), None, tests=tests)
+
+
+def _longer(key: str, tests: str) -> Row:
+    row = paper.row(tests)
     assert row.compression is not None
-    longer = replace(row.compression, epochs=60)
-    return replace(row, key=key, name=f"{row.name} of the terms cut, 60 epochs", published=None, compression=longer)
+    longer, name = replace(row.compression, epochs=60), "60 epochs of fine-tuning"
+    return replace(row, key=f"checks/{key}", name=name, published=None, compression=longer, tests=tests)
 
 
-WHOLE_BATCHES = paper.CIFAR10.replace(drop_last=True)
-MOMENTUM = paper.CIFAR10.replace(batch_size=128, momentum=0.6)
-CP_MOMENTUM = Row("checks/cp-sgd-momentum", "CP, SGD, batch 128, momentum 0.6", MOMENTUM, None)
+def _from_momentum(key: str, tests: str) -> Row:
+    start: dict[str, Any] = {"config": CP_MOMENTUM.config, "starts_from": CP_MOMENTUM.key}
+    name = "batch 128, momentum 0.6, before the cut and after it"
+    return replace(paper.row(tests), key=f"checks/{key}", name=name, published=None, tests=tests, **start)
 
 
-def _from_momentum(key: str, row: Row) -> Row:
-    name = f"{row.name} of the terms cut, batch 128, momentum 0.6"
-    return replace(row, key=key, name=name, config=MOMENTUM, published=None, starts_from=CP_MOMENTUM.key)
-
+# The paper gives neither batch nor momentum. An older version of its code has 128 and 0.6: steps 1.25 times ours.
+MOMENTUM: dict[str, Any] = {"name": "batch 128, momentum 0.6", "batch_size": 128, "momentum": 0.6}
+CP_MOMENTUM = _changed("cp-sgd-momentum", tests="cifar10/cp-sgd", **MOMENTUM)
+# 50,000 images are 781 batches of 64 and one of 16, whose step, with twice the noise, is the last before a test.
+DROP_LAST: dict[str, Any] = {"name": "whole batches alone", "drop_last": True}
+# The authors' code never divides the vectors in place: they grow, and the same steps turn them less and less.
+FREE: dict[str, Any] = {"name": "never renormalised", "renormalize": False}
+ANGLES_ALIKE: dict[str, Any] = {"name": "equal angles", "equal_angles": True}
 
 CHECK_ROWS = (
-    # The authors' code never divides the vectors in place: they grow, and the same steps turn them less and less.
-    Row("checks/cp-sgd-free", "CP, SGD, never renormalised", paper.CIFAR10.replace(renormalize=False), None),
-    Row(
-        "checks/mnist-cp-free",
-        "MNIST, CP, RMSprop, never renormalised",
-        paper.MNIST_RMS.replace(renormalize=False),
-        None,
-    ),
-    Row("checks/mnist-cp-angles", "MNIST, CP, RMSprop, equal angles", paper.MNIST_RMS.replace(equal_angles=True), None),
-    Row(
-        "checks/cp-rmsprop-free", "CP, RMSprop, never renormalised", paper.CIFAR10_RMS.replace(renormalize=False), None
-    ),
-    # The paper gives neither batch nor momentum. An older version of its code has 128 and 0.6: steps 1.25 times ours.
-    Row("checks/none-sgd-momentum", "none, SGD, batch 128, momentum 0.6", MOMENTUM.replace(norm="none"), None),
-    Row("checks/weight-sgd-momentum", "weight, SGD, batch 128, momentum 0.6", MOMENTUM.replace(norm="weight"), None),
+    _changed("none-sgd-drop-last", tests="cifar10/none-sgd", **DROP_LAST),
+    _changed("weight-sgd-drop-last", tests="cifar10/weight-sgd", **DROP_LAST),
+    _changed("cp-sgd-drop-last", tests="cifar10/cp-sgd", **DROP_LAST),
+    _changed("none-sgd-momentum", tests="cifar10/none-sgd", **MOMENTUM),
+    _changed("weight-sgd-momentum", tests="cifar10/weight-sgd", **MOMENTUM),
     CP_MOMENTUM,
-    _from_momentum("checks/compress-25-momentum", paper.row("compress-cifar10/25")),
-    _from_momentum("checks/compress-50-momentum", paper.row("compress-cifar10/50")),
-    # 50,000 images are 781 batches of 64 and one of 16, whose step, with twice the noise, is the last before a test.
-    Row("checks/none-sgd-drop-last", "none, SGD, whole batches alone", WHOLE_BATCHES.replace(norm="none"), None),
-    Row("checks/weight-sgd-drop-last", "weight, SGD, whole batches alone", WHOLE_BATCHES.replace(norm="weight"), None),
-    Row("checks/cp-sgd-drop-last", "CP, SGD, whole batches alone", WHOLE_BATCHES, None),
+    _from_momentum("compress-25-momentum", "compress-cifar10/25"),
+    _from_momentum("compress-50-momentum", "compress-cifar10/50"),
+    _changed("cp-sgd-free", tests="cifar10/cp-sgd", **FREE),
+    _changed("cp-rmsprop-free", tests="cifar10/cp-rmsprop", **FREE),
+    _changed("mnist-cp-free", tests="mnist/cp-rmsprop", **FREE),
+    _changed("cp-rmsprop-angles", tests="cifar10/cp-rmsprop", **ANGLES_ALIKE),
+    _changed("mnist-cp-angles", tests="mnist/cp-rmsprop", **ANGLES_ALIKE),
     # All rows are trained in bfloat16 on a GPU, the authors' on a V100 with torch 1.7: in float32. TF32 has 10 bits of
     # fraction instead of 7 and stores float32, at seven times the peak rate of float32.
-    Row("checks/none-sgd-tf32", "none, SGD, TF32", paper.CIFAR10.replace(norm="none", precision="tf32"), None),
-    Row("checks/cp-sgd-tf32", "CP, SGD, TF32", paper.CIFAR10.replace(precision="tf32"), None),
-    Row("checks/adam-tf32", "Kaiming normal, Adam, TF32", ADAM.config.replace(precision="tf32"), None),
-    Row("checks/cp-sgd-float32", "CP, SGD, float32", paper.CIFAR10.replace(precision="fp32"), None),
+    _changed("none-sgd-tf32", "TF32", "cifar10/none-sgd", precision="tf32"),
+    _changed("cp-sgd-tf32", "TF32", "cifar10/cp-sgd", precision="tf32"),
+    _changed("adam-tf32", "TF32", ADAM.key, precision="tf32"),
+    _changed("cp-sgd-float32", "float32", "cifar10/cp-sgd", precision="fp32"),
     # The published row is said to be stopped early; its accuracy is higher than ours when we do.
-    Row(
-        "checks/plain-rmsprop",
-        "none, RMSprop, never stopped",
-        paper.CIFAR10_STOPPED.replace(early_stopping=0, validation=0),
-        None,
-    ),
-    Row("checks/cp-rmsprop-angles", "CP, RMSprop, equal angles", paper.CIFAR10_RMS.replace(equal_angles=True), None),
+    _changed("plain-rmsprop", "never stopped", "cifar10/none-rmsprop", early_stopping=0, validation=0),
     # One published start overshoots in its first steps, and one of our eight runs never recovered from them.
-    Row(
-        "checks/kaiming-normal-warmup",
-        "CP, SGD, Kaiming normal, λ = 1, one epoch of warm-up, stopped after 20",
-        paper.ONES.replace(**paper.NORMAL, warmup=1, epochs=20),
-        None,
+    _changed(
+        "kaiming-normal-warmup",
+        "one epoch of warm-up, stopped after 20",
+        "init-sgd/kaiming-normal",
+        warmup=1,
+        epochs=20,
     ),
     # Accuracy still rises in the last of the paper's 20 epochs of fine-tuning.
-    _longer("checks/compress-25-longer", paper.row("compress-cifar10/25")),
-    _longer("checks/compress-50-longer", paper.row("compress-cifar10/50")),
+    _longer("compress-25-longer", "compress-cifar10/25"),
+    _longer("compress-50-longer", "compress-cifar10/50"),
 )
 
 TABLES = (

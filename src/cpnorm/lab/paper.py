@@ -54,6 +54,7 @@ class Row:
     same_as: str | None = None  # the row of another table whose runs these are: nothing is run twice
     starts_from: str | None = None  # the row whose trained networks are compressed
     compression: Compression | None = None
+    tests: str | None = None  # the row of the paper that this one is with something changed, to explain a difference
 
     @property
     def table(self) -> str:

@@ -36,6 +36,7 @@ from cpnorm.lab.report.document import (
     signed,
     words,
 )
+from cpnorm.lab.report.explained import explanations
 from cpnorm.lab.report.records import Records, read_results
 from cpnorm.lab.report.statistics import SIGNIFICANT
 from cpnorm.lab.report.tally import Claim
@@ -128,6 +129,8 @@ def agreement(entries: Sequence[Comparison], records: Records) -> Section:
         )
     else:
         section.blocks.append(Text("No measured row lies below the paper by more than one standard deviation."))
+    tested_changes = explanations(records)
+    section.blocks += [tested_changes] if tested_changes else []
     missing = [entry.row.key for entry in entries if entry.status == "missing"]
     if missing:
         section.blocks.append(Text(f"{', '.join(missing)}.", lead=f"{len(missing)} rows not measured yet:"))

@@ -1,0 +1,81 @@
+"""Explanations of differences from the paper, tested: its rows beside the same rows with something changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import stdev
+
+from cpnorm.lab import beyond, paper
+from cpnorm.lab.report.comparison import LAST, Comparison, compare
+from cpnorm.lab.report.document import Cell, Column, Grid, mean_sd, number, words
+from cpnorm.lab.report.records import Records
+from cpnorm.lab.report.statistics import Difference, summarize
+from cpnorm.lab.report.tally import corrected, difference_cells, minus
+
+
+def explanations(records: Records) -> Grid | None:
+    """Every change that was tried on a row of the paper, with what it did."""
+    tables = {table.key: table for table in paper.tables()}
+    pairs: list[tuple[Comparison, Comparison]] = []
+    for changed in (row for table in beyond.TABLES for row in table.rows if records.finished(row.key)):
+        row = paper.row(changed.tests) if changed.tests else None
+        if row is None or row.config.epochs != changed.config.epochs:  # what was cut short explains in another way
+            continue
+        before = compare(row, tables[row.table], records)
+        if before.last:
+            pairs.append((before, compare(replace(changed, published=row.published), tables[row.table], records)))
+    pairs.sort(key=lambda pair: pair[0].row.key)
+    differences = corrected([_difference(before, after) for before, after in pairs])
+    return _grid(pairs, differences, records) if pairs else None
+
+
+def _difference(before: Comparison, after: Comparison) -> Difference | None:
+    """Over the last 20 epochs, which are steadier than one, where both have them."""
+    return minus(after.late, before.late) if before.late and after.late else minus(after.last, before.last)
+
+
+def _grid(pairs: list[tuple[Comparison, Comparison]], differences: list[Difference | None], records: Records) -> Grid:
+    columns = [
+        Column("row", words=True),
+        Column("changed", words=True),
+        Column("mean ± sd", "paper"),
+        *(Column(name, "ours") for name in ("last epoch", f"last {LAST}", "sd within a run")),
+        *(Column(name, "changed") for name in ("n", "last epoch", f"last {LAST}", "sd within a run", "max")),
+        *(Column(name, "changed − ours") for name in ("points", "p")),
+        Column("changed, against the paper", words=True),
+    ]
+    rows = []
+    for (before, after), difference in zip(pairs, differences, strict=True):
+        published = before.row.published
+        assert published is not None
+        spread = "" if published.sd is None else f" ± {published.sd:.2f}"
+        rows.append(
+            [
+                words(before.row.key),
+                words(after.row.name),
+                Cell(f"{published.mean:.2f}{spread}", published.mean),
+                mean_sd(before.last),
+                mean_sd(before.late),
+                number(_restlessness(before, records)),
+                Cell(str(after.runs), after.runs),
+                mean_sd(after.last),
+                mean_sd(after.late),
+                number(_restlessness(after, records)),
+                number(after.best.max if after.best else None),
+                *difference_cells(difference),
+                words(after.words, after.status),
+            ]
+        )
+    return Grid(
+        "Rows of the paper, run again with something changed. The difference is that of the means over the last "
+        f"{LAST} epochs, of shorter runs that of the last epoch; p is Welch's, corrected for the number of changes.",
+        columns,
+        rows,
+    )
+
+
+def _restlessness(entry: Comparison, records: Records) -> float | None:
+    """How much accuracy varies over the last 20 epochs of a run, on average; short runs still rise."""
+    curves = [run.curve[-LAST:] for run in records.finished(entry.row.key) if len(run.curve) >= 2 * LAST]
+    spread = summarize(stdev(curve) for curve in curves)
+    return spread.mean if spread else None
