@@ -38,11 +38,11 @@ def _grid(pairs: list[tuple[Comparison, Comparison]], differences: list[Differen
     columns = [
         Column("row", words=True),
         Column("changed", words=True),
+        Column("then, by the last epoch", words=True),
         Column("mean ± sd", "paper"),
-        *(Column(name, "ours") for name in ("last epoch", f"last {LAST}", "sd within a run")),
-        *(Column(name, "changed") for name in ("n", "last epoch", f"last {LAST}", "sd within a run", "max")),
+        *(Column(name, "ours") for name in ("last epoch", f"last {LAST}", "sd within")),
+        *(Column(name, "changed") for name in ("last epoch", f"last {LAST}", "sd within", "n")),
         *(Column(name, "changed − ours") for name in ("points", "p")),
-        Column("changed, against the paper", words=True),
     ]
     rows = []
     for (before, after), difference in zip(pairs, differences, strict=True):
@@ -53,22 +53,22 @@ def _grid(pairs: list[tuple[Comparison, Comparison]], differences: list[Differen
             [
                 words(before.row.key),
                 words(after.row.name),
+                words(after.words, after.status),
                 Cell(f"{published.mean:.2f}{spread}", published.mean),
                 mean_sd(before.last),
                 mean_sd(before.late),
                 number(_restlessness(before, records)),
-                Cell(str(after.runs), after.runs),
                 mean_sd(after.last),
                 mean_sd(after.late),
                 number(_restlessness(after, records)),
-                number(after.best.max if after.best else None),
+                Cell(str(after.runs), after.runs),
                 *difference_cells(difference),
-                words(after.words, after.status),
             ]
         )
     return Grid(
-        "Rows of the paper, run again with something changed. The difference is that of the means over the last "
-        f"{LAST} epochs, of shorter runs that of the last epoch; p is Welch's, corrected for the number of changes.",
+        f"Rows of the paper, run again with something changed. “sd within” is that of the last {LAST} epochs of a run. "
+        f"The difference is that of the means over these {LAST}, of shorter runs that of the last epoch; p is Welch's, "
+        "corrected for the number of changes.",
         columns,
         rows,
     )
