@@ -203,7 +203,8 @@ def test_a_run_that_diverges_is_a_line_too(tmp_path: Path, tiny: None, monkeypat
     monkeypatch.setattr(reproduce, "all_tables", lambda: {"tiny": Table("tiny", "Tiny", "", rows=(row,))})
     monkeypatch.setattr(paper, "row", lambda key: row)
     assert run(tmp_path, seeds=1) == []
-    line = json.loads((tmp_path / "results/tiny.jsonl").read_text())
+    line = json.loads((tmp_path / "results/tiny.jsonl").read_text(), parse_constant=pytest.fail)  # NaN is no JSON
+    assert line["curve"]["loss"] == [None]
     assert line["diverged"].startswith("the loss was")
     assert "explorer" not in line
 

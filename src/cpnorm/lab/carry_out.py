@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from cpnorm.lab.config import Config
+from cpnorm.lab.jsonfiles import to_json
 from cpnorm.lab.options import parse_seconds
 from cpnorm.lab.watch import Watch
 
@@ -94,5 +94,5 @@ def announce_warnings(console: Console) -> None:
 
 
 def print_json(value: Any) -> None:
-    """One JSON value; NaN, as a diverged run has it, is no JSON and becomes null."""
-    typer.echo(json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None)))
+    """One JSON value."""
+    typer.echo(to_json(value))

@@ -1,4 +1,7 @@
-"""JSON files as anyone may have left them: too large, too deep, of another kind, or cut off in their last line."""
+"""JSON for anyone to read, and files of it as anyone may have left them.
+
+That is: too large, too deep, of another kind, or cut off in their last line.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,11 @@ def parse_object(text: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"expected an object, got {type(value).__name__}")
     return value
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """For anyone to read: NaN and infinity, as a diverged run has them, are no JSON and become null."""
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=indent)
 
 
 def read_bytes(path: Path) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import time
@@ -18,7 +17,7 @@ from cpnorm.lab import beyond, paper
 from cpnorm.lab.compression import Cut, identity, start
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet, load
-from cpnorm.lab.jsonfiles import parse_object, read_lines, whole_lines
+from cpnorm.lab.jsonfiles import parse_object, read_lines, to_json, whole_lines
 from cpnorm.lab.paper import Compression, Row, Table
 from cpnorm.lab.portrait import portrait
 from cpnorm.lab.runs import RunError, RunFolder, read_json
@@ -148,7 +147,7 @@ class Results:
             if content != ended:  # the last line lacks its end, or half a line follows it
                 file.truncate(len(kept))
                 file.write(ended[len(kept) :])
-            rest = (json.dumps(line) + "\n").encode()
+            rest = (to_json(line) + "\n").encode()
             try:
                 while rest:
                     rest = rest[file.write(rest) :]

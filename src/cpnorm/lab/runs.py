@@ -20,7 +20,7 @@ from torch import nn
 
 import cpnorm
 from cpnorm.lab.config import Config
-from cpnorm.lab.jsonfiles import read_lines, read_object
+from cpnorm.lab.jsonfiles import read_lines, read_object, to_json
 
 
 class RunError(RuntimeError):
@@ -194,7 +194,7 @@ def write_atomically(path: Path, content: bytes, *, durable: bool = True) -> Non
 
 def write_json(path: Path, value: Any) -> None:
     """Readable JSON, atomically."""
-    write_atomically(path, (json.dumps(value, indent=1) + "\n").encode())
+    write_atomically(path, (to_json(value, indent=1) + "\n").encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:
