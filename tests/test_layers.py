@@ -143,9 +143,35 @@ def test_classes_build_by_themselves() -> None:
     assert "rank=5, path=auto" in repr(layer)
     assert layer.weight.shape == (8, 3, 3, 3)
     assert cpnorm.CPLinear(6, 4).rank == 4
-    old = layer.weight.norm()
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        (cpnorm.CPLinear, (60, 40)),
+        (cpnorm.CPConv1d, (16, 24, 3)),
+        (cpnorm.CPConv2d, (16, 24, 3)),
+        (cpnorm.CPConv3d, (6, 24, 3)),
+        (cpnorm.CPConvTranspose2d, (24, 16, 3)),
+    ],
+)
+def test_a_reset_starts_anew_from_nothing(kind: type[nn.Module], arguments: tuple[int, ...]) -> None:
+    with torch.device("meta"):
+        layer = kind(*arguments, rank=64, init="kaiming_normal")
+    layer = layer.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(torch.nan)
+    held = list(layer.parameters())
     layer.reset_parameters()
-    assert layer.weight.norm().item() == pytest.approx(old.item(), rel=0.5)
+    assert all(a is b for a, b in zip(layer.parameters(), held, strict=True))
+    plain = kind.plain(*arguments)
+    assert layer.weight.norm().item() == pytest.approx(plain.weight.norm().item(), rel=0.2)
+    bound = plain.weight.abs().max()  # nearly that of the uniform distribution
+    assert 0.7 * bound < layer.bias.abs().max() <= 1.01 * bound
+    close(layer.factors[0].norm(dim=0), torch.ones(64), 1e-5)
+    close(layer.lambdas, torch.ones(64), 0)
+    kind(*arguments, bias=False, rank=3, init="kaiming_normal").reset_parameters()
 
 
 def test_linear_with_finer_modes() -> None:

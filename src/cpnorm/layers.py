@@ -136,8 +136,14 @@ class CPLayer(nn.Module):
         return (self.sigma, self.lambdas, *self.factors)
 
     def reset_parameters(self) -> None:
-        """Draw new vectors at the old weight's norm."""
-        self.replace_terms(_random_form(self.weight.detach().reshape(self.modes), self.rank, "kaiming_normal", None))
+        """Start anew as torch's layers do, whatever is there (``to_empty`` leaves anything): vectors, σ and bias."""
+        shape = weight_shape(self)
+        bound = 1 / math.sqrt(math.prod(shape[1:]))
+        drawn = self.lambdas.new_empty(shape).uniform_(-bound, bound)
+        self.replace_terms(_random_form(drawn.reshape(self.modes), self.rank, "kaiming_normal", None))
+        bias = cast(Tensor | None, self.bias)
+        if bias is not None:
+            nn.init.uniform_(bias, -bound, bound)
 
     @property
     def rank(self) -> int:
