@@ -172,6 +172,21 @@ class TestClaims:
         assert "in 1, less in 0; in 1 the test shows no difference" in claim.explanation
         assert [cell.text for cell in claim.grid.rows[0][-3:]] == ["+0.90", "< 0.001", "+0.94"]
 
+    def test_and_with_what_explains_the_paper(self, tmp_path):
+        groups = [
+            lines("checks/cp-sgd-momentum", 88.5),
+            lines("checks/weight-sgd-momentum", 87.4, n=3),
+            lines("checks/cp-rmsprop-free", 89.7, n=3),  # the others have nothing to renormalise
+            lines("cifar10/weight-rmsprop", 86.9),
+            lines("cifar10/cp-rmsprop", 80.0),
+        ]
+        claim = self.answers(records_of(tmp_path, *groups))["explained"]
+        assert claim.answer == "Yes."
+        assert [[row[0].text, row[2].value, row[3].value, row[8].text] for row in claim.grid.rows] == [
+            ["CIFAR-10, SGD, batch 128, momentum 0.6", pytest.approx(87.2), pytest.approx(88.5), "+0.94"],
+            ["CIFAR-10, RMSprop, never renormalised", pytest.approx(86.9), pytest.approx(89.5), "+1.53"],
+        ]
+
     def test_the_last_epochs_together_tell_more_than_one(self, tmp_path):
         """All runs end alike, but those of one method have come down and up on the way."""
         steady, shaky = [50.0] * 30 + [88.0] * 20, [50.0] * 30 + [88.0, 84.0] * 10

@@ -225,7 +225,7 @@ class TestDocument:
         text = write_report(tmp_path, tmp_path / "r.html").read_text()
         parsed(text)
         assert "None of the paper&#x27;s 40 accuracies has been measured yet." in text
-        assert text.count("Not measured yet.") == 7
+        assert text.count("Not measured yet.") == 8
         assert "not measured yet" in write_markdown(tmp_path).read_text()
 
     def test_a_broken_line_writes_nothing(self, tmp_path):

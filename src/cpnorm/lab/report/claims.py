@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
-from cpnorm.lab import paper
+from cpnorm.lab import beyond, paper
 from cpnorm.lab.paper import Row
 from cpnorm.lab.report.comparison import LAST, NETWORKS, last_epochs, over_the_last, p_words, published_mean
 from cpnorm.lab.report.compression_claims import against_tai, compresses
@@ -27,6 +28,7 @@ def claims(records: Records) -> list[Claim]:
         converges_faster(records),
         beats_weight_normalization(records),
         beats_it_over_many_epochs(records),
+        beats_it_once_explained(records),
         still_rises(records),
         needs_power_method(records),
         compresses(records),
@@ -34,12 +36,35 @@ def claims(records: Records) -> list[Claim]:
     ]
 
 
-def training_settings() -> list[tuple[str, dict[str, Row]]]:
-    """The six places where no normalisation, weight and CP are compared: ("CIFAR-10, SGD", rows by method)."""
+Settings = list[tuple[str, dict[str, Row]]]  # ("CIFAR-10, SGD", rows by method)
+
+
+def training_settings() -> Settings:
+    """The six places where no normalisation, weight and CP are compared."""
     return [
         (f"{network}, {optimizer}", {method: paper.row(f"{table}/{method}-{short}") for method in METHODS})
         for table, network in NETWORKS.items()
         for short, optimizer in OPTIMIZERS.items()
+    ]
+
+
+# With what explains a difference from the paper, where plain weights have nothing to renormalise: none and weight, CP.
+EXPLAINED = {
+    "CIFAR-10, SGD, whole batches alone": ("checks/{}-sgd-drop-last", "checks/cp-sgd-drop-last"),
+    "CIFAR-10, SGD, batch 128, momentum 0.6": ("checks/{}-sgd-momentum", "checks/cp-sgd-momentum"),
+    "CIFAR-10, RMSprop, never renormalised": ("cifar10/{}-rmsprop", "checks/cp-rmsprop-free"),
+    "MNIST, RMSprop, never renormalised": ("mnist/{}-rmsprop", "checks/mnist-cp-free"),
+}
+
+
+def explained_settings() -> Settings:
+    """Those that differ from the paper, as it most likely had them."""
+    published = {row.key: row for row in paper.rows()}
+    for row in (row for table in beyond.TABLES for row in table.rows if row.tests):
+        published[row.key] = replace(row, published=published[str(row.tests)].published)
+    return [
+        (setting, {method: published[(cp if method == "cp" else others).format(method)] for method in METHODS})
+        for setting, (others, cp) in EXPLAINED.items()
     ]
 
 
@@ -121,6 +146,7 @@ def beats_weight_normalization(records: Records) -> Claim:
     """Accuracy of the last epoch, in the six settings of the training tables."""
     return _against_both(
         records,
+        training_settings(),
         last_epochs,
         "Accuracy of the last epoch, and CP against both",
         "weight",
@@ -134,6 +160,7 @@ def beats_it_over_many_epochs(records: Records) -> Claim:
     """The same by a steadier measure than one epoch is, and no epoch chosen on test data."""
     return _against_both(
         records,
+        training_settings(),
         over_the_last(LAST),
         f"Mean accuracy of each run's last {LAST} epochs, and CP against both",
         "steady",
@@ -144,8 +171,24 @@ def beats_it_over_many_epochs(records: Records) -> Claim:
     )
 
 
+def beats_it_once_explained(records: Records) -> Claim:
+    """The same with what most likely stood behind the paper's numbers."""
+    return _against_both(
+        records,
+        explained_settings(),
+        last_epochs,
+        "Accuracy of the last epoch, and CP against both, with the changes that explain differences from the paper",
+        "explained",
+        "Does it beat weight normalisation with what explains the paper's numbers?",
+        "",
+        " The paper does not ask this: these are the settings tested above, asked about after their results were "
+        "known, and with fewer runs than the paper's rows.",
+    )
+
+
 def _against_both(
     records: Records,
+    asked: Settings,
     measure: Callable[[list[Run]], Summary | None],
     title: str,
     key: str,
@@ -154,8 +197,7 @@ def _against_both(
     remark: str = "",
 ) -> Claim:
     settings = [
-        (setting, rows, {m: measure(records.finished(row.key)) for m, row in rows.items()})
-        for setting, rows in training_settings()
+        (setting, rows, {m: measure(records.finished(row.key)) for m, row in rows.items()}) for setting, rows in asked
     ]
     settings = [entry for entry in settings if entry[2]["cp"] and (entry[2]["weight"] or entry[2]["none"])]
     to_weight = corrected([minus(s["cp"], s["weight"]) for _, _, s in settings])
