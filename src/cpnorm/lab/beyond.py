@@ -141,10 +141,10 @@ def _longer(key: str, tests: str) -> Row:
     return replace(row, key=f"checks/{key}", name=name, published=None, compression=longer, tests=tests)
 
 
-def _from_momentum(key: str, tests: str) -> Row:
-    start: dict[str, Any] = {"config": CP_MOMENTUM.config, "starts_from": CP_MOMENTUM.key}
-    name = "batch 128, momentum 0.6, before the cut and after it"
-    return replace(paper.row(tests), key=f"checks/{key}", name=name, published=None, tests=tests, **start)
+def _cut_from(start: Row, key: str, tests: str) -> Row:
+    """A compression with the change of its start, before the cut and after it."""
+    change: dict[str, Any] = {"name": f"{start.name}, before the cut and after it", "config": start.config}
+    return replace(paper.row(tests), key=f"checks/{key}", published=None, starts_from=start.key, tests=tests, **change)
 
 
 # The paper gives neither batch nor momentum. An older version of its code has 128 and 0.6: steps 1.25 times ours.
@@ -154,6 +154,7 @@ CP_MOMENTUM = _changed("cp-sgd-momentum", tests="cifar10/cp-sgd", **MOMENTUM)
 DROP_LAST: dict[str, Any] = {"name": "whole batches alone", "drop_last": True}
 # The authors' code never divides the vectors in place: they grow, and the same steps turn them less and less.
 FREE: dict[str, Any] = {"name": "never renormalised", "renormalize": False}
+MNIST_FREE = _changed("mnist-cp-free", tests="mnist/cp-rmsprop", **FREE)
 ANGLES_ALIKE: dict[str, Any] = {"name": "equal angles", "equal_angles": True}
 
 CHECK_ROWS = (
@@ -163,11 +164,13 @@ CHECK_ROWS = (
     _changed("none-sgd-momentum", tests="cifar10/none-sgd", **MOMENTUM),
     _changed("weight-sgd-momentum", tests="cifar10/weight-sgd", **MOMENTUM),
     CP_MOMENTUM,
-    _from_momentum("compress-25-momentum", "compress-cifar10/25"),
-    _from_momentum("compress-50-momentum", "compress-cifar10/50"),
+    _cut_from(CP_MOMENTUM, "compress-25-momentum", "compress-cifar10/25"),
+    _cut_from(CP_MOMENTUM, "compress-50-momentum", "compress-cifar10/50"),
     _changed("cp-sgd-free", tests="cifar10/cp-sgd", **FREE),
     _changed("cp-rmsprop-free", tests="cifar10/cp-rmsprop", **FREE),
-    _changed("mnist-cp-free", tests="mnist/cp-rmsprop", **FREE),
+    MNIST_FREE,
+    _cut_from(MNIST_FREE, "compress-mnist-10-free", "compress-mnist/10"),
+    _cut_from(MNIST_FREE, "compress-mnist-25-free", "compress-mnist/25"),
     _changed("cp-rmsprop-angles", tests="cifar10/cp-rmsprop", **ANGLES_ALIKE),
     _changed("mnist-cp-angles", tests="mnist/cp-rmsprop", **ANGLES_ALIKE),
     # All rows are trained in bfloat16 on a GPU, the authors' on a V100 with torch 1.7: in float32. TF32 has 10 bits of
