@@ -16,7 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from cpnorm.lab import cli, options, paper
+from cpnorm.lab import beyond, cli, options, paper
 from cpnorm.lab.compression import trained_network
 from cpnorm.lab.config import Config
 from cpnorm.lab.data import ImageSet, load, normalize
@@ -206,6 +206,7 @@ ERRORS = {
     "no epochs": (["train", "--epochs", "-1"], 2, "expected epochs >= 0, got -1"),
     "no row": (["train", "--preset", "cifar10/none"], 2, "expected a row among cifar10/none-sgd"),
     "no training": (["train", "--preset", "compress-cifar10/25"], 2, "compresses the runs of cifar10/cp-sgd"),
+    "ours": (["train", "--preset", "beyond-compress/50"], 2, "compresses the runs of beyond-batch/adam-64"),
     "no file": (["export", "run"], 2, "expected --onnx FILE or --torch FILE"),
     "no patience": (["train", "--early-stopping", "-2"], 2, "expected early_stopping >= 0, got -2"),
     "no smoothing": (["train", "--label-smoothing", "2"], 2, "expected label_smoothing <= 1, got 2"),
@@ -291,6 +292,7 @@ def test_every_setting_is_an_option() -> None:
 def test_presets_and_what_is_said_beside_them() -> None:
     config = cli.preset_config("cifar10/cp-sgd")
     assert config == paper.row("cifar10/cp-sgd").config
+    assert cli.preset_config("beyond-mnist/low-rank-12k") == beyond.MNIST_ROWS[1].config
     said = {"lr": 0.5, "rank": "0.25", "skip": ["features.0"], "epochs": None, "renormalize": False}
     changed = options.changed(config, said)
     assert changed == config.replace(lr=0.5, rank=0.25, skip=("features.0",), renormalize=False)

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cpnorm.lab import data_cli, paper
+from cpnorm.lab import beyond, data_cli, paper
 from cpnorm.lab.carry_out import DONE, FAILED, INTERRUPTED, STOPPED, announce_warnings, carry_out, messages, print_json
 from cpnorm.lab.config import Config
 from cpnorm.lab.options import (
@@ -130,7 +130,10 @@ app.add_typer(data_cli.app, name="data")
 @takes_settings()
 def train(
     out: Annotated[Path | None, typer.Option(help="folder of the run; else one below runs/ by its settings")] = None,
-    preset: Annotated[str | None, typer.Option(help="start from a row of the paper, such as cifar10/cp-sgd")] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="start from a row of the paper or of ours: cifar10/cp-sgd, beyond-cifar10/low-rank-140k"),
+    ] = None,
     data_dir: DataDir = None,
     device: Device = None,
     compile: Compile = True,
@@ -159,9 +162,10 @@ def train(
 
 
 def preset_config(key: str) -> Config:
-    """The training of a row of the paper."""
+    """The training of a row of the paper, or of one of our own."""
+    own = {row.key: row for table in beyond.TABLES for row in table.rows}
     try:
-        row = paper.row(key)
+        row = own.get(key) or paper.row(key)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if row.starts_from:
