@@ -203,3 +203,8 @@ TABLES = (
     Table("checks", "What may explain a difference from the paper", "", rows=CHECK_ROWS),
     Table("beyond-mnist", "Low rank from the start, LeNet-like on MNIST", "", rows=MNIST_ROWS),
 )
+
+
+def rows() -> tuple[Row, ...]:
+    """All of them in their order."""
+    return tuple(row for table in TABLES for row in table.rows)

@@ -163,7 +163,7 @@ def train(
 
 def preset_config(key: str) -> Config:
     """The training of a row of the paper, or of one of our own."""
-    own = {row.key: row for table in beyond.TABLES for row in table.rows}
+    own = {row.key: row for row in beyond.rows()}
     try:
         row = own.get(key) or paper.row(key)
     except ValueError as error:

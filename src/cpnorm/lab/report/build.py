@@ -201,18 +201,17 @@ def accuracy_grid(table: Table, entries: Sequence[Comparison]) -> Grid:
     ]
     rows = []
     for entry in entries:
-        published, last, best = entry.row.published, entry.last, entry.best
+        published, best = entry.row.published, entry.best
         assert published is not None
-        spread = "" if published.sd is None else f" ± {published.sd:.2f}"
         difference, of_best = entry.difference, entry.difference_of_best
         rows.append(
             [
                 words(entry.row.name),
                 words(entry.words, entry.status),
-                Cell(f"{published.mean:.2f}{spread}", published.mean),
+                mean_sd(entry.published),
                 number(published.max),
                 count(published.weights),
-                mean_sd(last),
+                mean_sd(entry.last),
                 mean_sd(entry.late),
                 mean_sd(best),
                 number(best.max if best else None),

@@ -26,6 +26,7 @@ class Comparison:
     row: Row
     runs: int  # those that did not diverge
     diverged: int
+    published: Summary | None
     last: Summary | None  # accuracies of the last epoch: what stands beside the published mean
     late: Summary | None  # of each run's mean over its last 20 epochs
     best: Summary | None  # of each run's best epoch: its maximum stands beside the published maximum
@@ -52,7 +53,7 @@ def compare(row: Row, table: Table, records: Records) -> Comparison:
     words += _never_learned(runs)
     weights = _weights(row, table, records)
     return Comparison(
-        row, len(runs), diverged, last, late, best, weights, difference, of_best, status, words, words_of_best
+        row, len(runs), diverged, theirs, last, late, best, weights, difference, of_best, status, words, words_of_best
     )
 
 

@@ -17,13 +17,12 @@ def explanations(records: Records) -> Grid | None:
     """Every change that was tried on a row of the paper, with what it did."""
     tables = {table.key: table for table in paper.tables()}
     pairs: list[tuple[Comparison, Comparison]] = []
-    for changed in (row for table in beyond.TABLES for row in table.rows if records.finished(row.key)):
-        row = paper.row(changed.tests) if changed.tests else None
-        if row is None or row.config.epochs != changed.config.epochs:  # what was cut short explains in another way
-            continue
-        before = compare(row, tables[row.table], records)
-        if before.last:
-            pairs.append((before, compare(replace(changed, published=row.published), tables[row.table], records)))
+    for changed in beyond.rows():
+        row = paper.row(changed.tests) if changed.tests and records.finished(changed.key) else None
+        if row and row.config.epochs == changed.config.epochs:  # what was cut short explains in another way
+            after = compare(replace(changed, published=row.published), tables[row.table], records)
+            before = compare(row, tables[row.table], records)
+            pairs += [(before, after)] if before.last else []
     pairs.sort(key=lambda pair: pair[0].row.key)
     differences = corrected([_difference(before, after) for before, after in pairs])
     return _grid(pairs, differences, records) if pairs else None
@@ -46,15 +45,12 @@ def _grid(pairs: list[tuple[Comparison, Comparison]], differences: list[Differen
     ]
     rows = []
     for (before, after), difference in zip(pairs, differences, strict=True):
-        published = before.row.published
-        assert published is not None
-        spread = "" if published.sd is None else f" ± {published.sd:.2f}"
         rows.append(
             [
                 words(before.row.key),
                 words(after.row.name),
                 words(after.words, after.status),
-                Cell(f"{published.mean:.2f}{spread}", published.mean),
+                mean_sd(before.published),
                 mean_sd(before.last),
                 mean_sd(before.late),
                 number(_restlessness(before, records)),
