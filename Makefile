@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 OLDEST ?= .venv-oldest
 KERNELS ?= .venv-kernels
-OLDEST_TESTS := tests/test_checkpoint.py tests/lab/test_data.py tests/lab/test_formats.py tests/lab/test_official.py
+OLDEST_TESTS := tests/io/test_checkpoint.py tests/lab/data/test_images.py tests/lab/data/test_formats.py tests/lab/data/test_official.py
 
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4
 
@@ -35,7 +35,7 @@ test-kernels: $(VENV)/dev.stamp
 	test -x $(KERNELS)/bin/python || $(BIN)/python -m venv $(KERNELS)
 	$(KERNELS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.9.0
 	$(call lend,$(KERNELS))
-	TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest -q -n auto --maxprocesses 4 -p no:cacheprovider tests/test_kernels.py tests/test_stages.py tests/test_staged.py
+	TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest -q -n auto --maxprocesses 4 -p no:cacheprovider tests/gpu/test_training_kernels.py tests/gpu/test_fused_blocks.py tests/deploy/test_fused.py
 
 test-kill: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -n0 -m kill tests/trust

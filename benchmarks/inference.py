@@ -35,8 +35,8 @@ from torch import nn
 import peers
 import timing
 from cpnorm import Factorization, canonical_norm, choose_forms, fold
-from cpnorm.lab.models import alexnet
-from cpnorm.plain import plain_copy
+from cpnorm.deploy.rewrite import plain_copy
+from cpnorm.lab.training.models import alexnet
 
 PEER = "tensorly-torch"
 AT_95 = {1: 4.0, 128: 5.0}  # on a CPU

@@ -22,7 +22,7 @@ from torch import nn
 
 import cpnorm
 import timing
-from cpnorm import contract
+from cpnorm.nn import planner
 
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "3-64, 34x34": (nn.Conv2d(3, 64, 3, padding=2), (3, 32, 32)),
@@ -71,11 +71,11 @@ def best_constants(rows: list[dict[str, Any]], device: str) -> tuple[float, ...]
     bytes_, calls = (4, 8, 16, 32, 48, 60, 80, 120, 240), (0, 1e7, 2e7, 5e7, 1e8, 1e9, 3e9)
     penalties, terms = (1, 2, 4, 8, 32, 128, 400, 800, 1600), (1, 8, 16, 32, 64, 128)
     for per_byte, per_call, penalty, least in product(bytes_, calls, penalties, terms):
-        contract.FLOPS_PER_BYTE[device], contract.FLOPS_PER_CALL[device] = per_byte, per_call
-        contract.DEPTHWISE_PENALTY[device], contract.LEAST_TERMS[device] = penalty, least
+        planner.FLOPS_PER_BYTE[device], planner.FLOPS_PER_CALL[device] = per_byte, per_call
+        planner.DEPTHWISE_PENALTY[device], planner.LEAST_TERMS[device] = penalty, least
         total = 0.0
         for row in rows:
-            plan = contract.plan(row["layer"], row["input"], row["rank"], training=row["training"], device=device)
+            plan = planner.plan(row["layer"], row["input"], row["rank"], training=row["training"], device=device)
             medians = {path: timing.spread(row["seconds"][path])["median"] for path in PATHS}
             total += math.log(medians[plan.path] / min(medians.values()))
         candidates.append((total / len(rows), per_byte, per_call, penalty, least))

@@ -25,7 +25,7 @@ from torch import nn
 
 import timing
 from cpnorm import canonical_layers, canonical_norm
-from cpnorm.lab.models import alexnet
+from cpnorm.lab.training.models import alexnet
 
 ASSETS = Path(__file__).parent.parent / "docs" / "assets"
 PATHS = {"planned": "auto", "rebuilt": "rebuild", "factors": "factors"}

@@ -31,10 +31,10 @@ from torch.profiler import ProfilerActivity, profile
 import cpnorm
 import peers
 import timing
-from cpnorm.lab.config import Config
-from cpnorm.lab.data import ImageSet
-from cpnorm.lab.models import alexnet
-from cpnorm.lab.train import Options, Trainer
+from cpnorm.lab.data.images import ImageSet
+from cpnorm.lab.training.config import Config
+from cpnorm.lab.training.models import alexnet
+from cpnorm.lab.training.trainer import Options, Trainer
 
 OURS: dict[str, dict[str, Any]] = {
     "plain": {"norm": "none"},

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.io import savemat
 
-from cpnorm.lab.official import CIFAR10_BINARY, CIFAR10_PYTHON, MNIST, SVHN, Split
+from cpnorm.lab.data.official import CIFAR10_BINARY, CIFAR10_PYTHON, MNIST, SVHN, Split
 
 COUNTS = {"mnist": (12, 10), "cifar10": (50, 10), "svhn": (12, 10)}
 

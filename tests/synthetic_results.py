@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from cpnorm.lab import paper
+from cpnorm.lab.paper import tables as paper
 
 MISSING = {"svhn/cp-rmsprop", "compress-svhn/75"}
 PARTIAL = {"svhn/weight-rmsprop": 3, "mnist/weight-sgd": 1, "tai/low-rank-90": 2}

@@ -174,8 +174,8 @@ def test_every_method_takes_the_same_steps() -> None:
     [
         ("import cpnorm", "cpnorm.lab tensorly scipy sklearn matplotlib typer rich onnx onnxruntime triton"),
         (
-            "import cpnorm.lab.cli as cli; assert cli.main(['--help']) == 0",
-            "cpnorm.lab.train cpnorm.lab.data tensorly scipy sklearn matplotlib onnx triton torch._dynamo",
+            "import cpnorm.lab.cli.main as cli; assert cli.main(['--help']) == 0",
+            "cpnorm.lab.training.trainer cpnorm.lab.data tensorly scipy sklearn matplotlib onnx triton torch._dynamo",
         ),
     ],
     ids=["import", "help"],

@@ -63,11 +63,11 @@ def test_the_commands_of_a_page_exist_with_their_options(page: Path) -> None:
     """Parsed to the last option, without being run."""
     import typer.main
 
-    from cpnorm.lab import cli
+    from cpnorm.lab.cli import main
 
     for command in commands(page, "", "console"):
         _, *words = shlex.split(command)
-        context = typer.main.get_command(cli.app).make_context("cpnorm", words)
+        context = typer.main.get_command(main.app).make_context("cpnorm", words)
         while getattr(context.command, "commands", None):
             group, rest = context.command, [*context._protected_args, *context.args]
             key, found, rest = group.resolve_command(context, rest)
@@ -77,11 +77,11 @@ def test_the_commands_of_a_page_exist_with_their_options(page: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page, "console")], ids=name)
 def test_the_console_sessions_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cpnorm.lab import cli
+    from cpnorm.lab.cli import main
 
     monkeypatch.chdir(tmp_path)
     for command in commands(page, "console"):
-        assert cli.main(shlex.split(command)[1:]) == 0
+        assert main.main(shlex.split(command)[1:]) == 0
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def test_it_works_where_nothing_else_of_it_is(wheel: Path, tmp_path: Path) -> No
 
 
 def test_extras_are_what_the_commands_promise() -> None:
-    from cpnorm.lab.cli import EXTRAS
+    from cpnorm.lab.cli.main import EXTRAS
 
     assert set(EXTRAS.values()) <= set(PROJECT["optional-dependencies"])
     inner = re.findall(r"cpnorm\[([\w,-]+)\]", str(PROJECT["optional-dependencies"]))

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
-from cpnorm.lab import paper, reproduce
-from cpnorm.lab.config import Config
-from cpnorm.lab.data import load
-from cpnorm.lab.paper import Compression, Row, Table
-from cpnorm.lab.runs import RunFolder
+from cpnorm.lab.data.images import load
+from cpnorm.lab.paper import reproduce
+from cpnorm.lab.paper import tables as paper
+from cpnorm.lab.paper.tables import Compression, Row, Table
+from cpnorm.lab.training.config import Config
+from cpnorm.lab.training.runs import RunFolder
 from official_files import write_mnist
 
 TINY = Config(

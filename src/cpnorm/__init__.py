@@ -2,10 +2,10 @@
 # ruff: noqa: I001, RUF022 (in reading order, not in the alphabet's)
 
 from cpnorm._version import __version__
-from cpnorm.tensor import CPTensor
-from cpnorm.decompose import RankEstimate, cp_als, cp_exact, cp_power, estimate_rank
-from cpnorm.contract import Plan, plan
-from cpnorm.layers import (
+from cpnorm.cp.tensor import CPTensor
+from cpnorm.cp.decompose import RankEstimate, cp_als, cp_exact, cp_power, estimate_rank
+from cpnorm.nn.planner import Plan, plan
+from cpnorm.nn.layers import (
     CPConv1d,
     CPConv2d,
     CPConv3d,
@@ -15,17 +15,17 @@ from cpnorm.layers import (
     CPLayer,
     CPLinear,
 )
-from cpnorm.convert import canonical_layers, canonical_norm, fold, renormalize, renormalize_after, renormalize_terms
-from cpnorm.angles import equal_angles
-from cpnorm.modes import flatten_modes
-from cpnorm.ranks import ranks_for_budget
-from cpnorm.compress import truncate
-from cpnorm.report import Report
-from cpnorm.gradual import GradualTruncation, lambda_penalty
-from cpnorm.summary import Summary, summary
-from cpnorm.factorize import Factorization, choose_forms, factorize
-from cpnorm.checkpoint import load, read_metadata, save
-from cpnorm.export import export_onnx
+from cpnorm.nn.convert import canonical_layers, canonical_norm, fold, renormalize, renormalize_after, renormalize_terms
+from cpnorm.nn.training import equal_angles
+from cpnorm.nn.modes import flatten_modes
+from cpnorm.nn.ranks import ranks_for_budget
+from cpnorm.compress.truncation import truncate
+from cpnorm.compress.report import Report
+from cpnorm.compress.gradual import GradualTruncation, lambda_penalty
+from cpnorm.describe.tables import Summary, summary
+from cpnorm.deploy.factorization import Factorization, choose_forms, factorize
+from cpnorm.io.checkpoint import load, read_metadata, save
+from cpnorm.deploy.onnx import export_onnx
 
 __all__ = [
     "__version__",

@@ -31,13 +31,13 @@ from cosmic_ray.ast import get_ast
 from cosmic_ray.mutating import mutate_code
 
 ROOT = Path(__file__).parents[2]
-LAWS = "tests/test_layers.py"
+LAWS = "tests/nn/test_layers.py"
 TESTS = {  # the quickest to notice first
-    "tensor.py": ["tests/test_tensor.py", "src/cpnorm/tensor.py", LAWS],
-    "decompose.py": ["tests/test_decompose.py", "src/cpnorm/decompose.py"],
-    "sweeps.py": ["tests/test_decompose.py", "src/cpnorm/decompose.py"],
-    "contract.py": ["tests/test_contract.py", "src/cpnorm/contract.py", LAWS],
-    "compress.py": ["tests/test_compress.py", "src/cpnorm/compress.py"],
+    "tensor.py": ["tests/cp/test_tensor.py", "src/cpnorm/cp/tensor.py", LAWS],
+    "decompose.py": ["tests/cp/test_decompose.py", "src/cpnorm/cp/decompose.py"],
+    "sweeps.py": ["tests/cp/test_decompose.py", "src/cpnorm/cp/decompose.py"],
+    "contract.py": ["tests/nn/test_planner.py", "src/cpnorm/nn/planner.py", LAWS],
+    "compress.py": ["tests/compress/test_truncation.py", "src/cpnorm/compress/truncation.py"],
 }
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn, optim
 
 import cpnorm
 import laws
-from cpnorm.layers import CANONICAL_TYPES
+from cpnorm.nn.layers import CANONICAL_TYPES
 from laws import CASES, Case
 
 NAN, INF = math.nan, math.inf

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from cpnorm.lab.jsonfiles import parse_object
-from cpnorm.lab.reproduce import Results
-from cpnorm.lab.runs import RunError, RunFolder
+from cpnorm.lab.paper.reproduce import Results
+from cpnorm.lab.training.jsonfiles import parse_object
+from cpnorm.lab.training.runs import RunError, RunFolder
 from trust.workers import Hardship, last_words, start
 
 CONTENT = random.Random(0).randbytes(2**20)

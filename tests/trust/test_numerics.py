@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import cpnorm
 import laws
-from cpnorm.tensor import CPTensor
+from cpnorm.cp.tensor import CPTensor
 from laws import CASES, Case, close
 from trust.workers import last_words, start
 

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import cpnorm
-from cpnorm.lab.config import Config
-from cpnorm.lab.jsonfiles import LARGEST, parse_object, read_object, whole_lines
 from cpnorm.lab.report.records import RecordError, read_results
-from cpnorm.lab.runs import RunError, RunFolder
+from cpnorm.lab.training.config import Config
+from cpnorm.lab.training.jsonfiles import LARGEST, parse_object, read_object, whole_lines
+from cpnorm.lab.training.runs import RunError, RunFolder
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

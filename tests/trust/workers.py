@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 
-from cpnorm.lab import paper, reproduce
-from cpnorm.lab.compression import Cut, complete, compress
-from cpnorm.lab.config import Config
-from cpnorm.lab.data import ImageSet, load
-from cpnorm.lab.download import download
-from cpnorm.lab.paper import Compression, Row, Table
-from cpnorm.lab.runs import RunFolder
-from cpnorm.lab.train import Options, Trainer
+from cpnorm.lab.data.download import download
+from cpnorm.lab.data.images import ImageSet, load
+from cpnorm.lab.paper import reproduce
+from cpnorm.lab.paper import tables as paper
+from cpnorm.lab.paper.tables import Compression, Row, Table
+from cpnorm.lab.training.compression import Cut, complete, compress
+from cpnorm.lab.training.config import Config
+from cpnorm.lab.training.runs import RunFolder
+from cpnorm.lab.training.trainer import Options, Trainer
 
 CONFIG = Config(
     model="lenet", data="digits", init="kaiming_normal", rank=2, optimizer="adam", lr=0.003, epochs=2, batch_size=16
@@ -124,7 +125,7 @@ def start(job: str, folder: Path, hardship: Hardship = Hardship()) -> tuple[Any,
     """The process, and where its last words will come from."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["cpnorm.lab.reproduce", "cpnorm.lab.compression", "sklearn.datasets", "torch._dynamo"]
+        ["cpnorm.lab.paper.reproduce", "cpnorm.lab.training.compression", "sklearn.datasets", "torch._dynamo"]
     )
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=work, args=(job, folder, hardship, theirs))

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from cpnorm.convert import canonical_layers
-from cpnorm.tensor import CPTensor
+from cpnorm.cp.tensor import CPTensor
+from cpnorm.nn.convert import canonical_layers
 
 
 def scalars(model: nn.Module) -> dict[str, float]:

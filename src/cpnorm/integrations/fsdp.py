@@ -8,7 +8,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from cpnorm.convert import canonical_layers, with_twins
+from cpnorm.nn.convert import canonical_layers, with_twins
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from cpnorm.arguments import expect
-from cpnorm.checkpoint import load, save
-from cpnorm.convert import canonical_layers
+from cpnorm._checks import expect
+from cpnorm.io.checkpoint import load, save
+from cpnorm.nn.convert import canonical_layers
 
 Module = TypeVar("Module", bound=nn.Module)
 

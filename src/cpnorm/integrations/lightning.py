@@ -8,8 +8,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.hooks import RemovableHandle
 
 from cpnorm import GradualTruncation, renormalize_after
-from cpnorm.convert import holds_terms
 from cpnorm.integrations import one_process, scalars, take_ranks
+from cpnorm.nn.convert import holds_terms
 
 
 class CanonicalCallback(Callback):

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from cpnorm.lab import paper
-from cpnorm.lab.paper import Table
+from cpnorm.lab.paper import tables as paper
+from cpnorm.lab.paper.tables import Table
 from cpnorm.lab.report import charts, explorer, figures, recipes
+from cpnorm.lab.report.ablations import explanations
 from cpnorm.lab.report.claims import claims
 from cpnorm.lab.report.comparison import (
     LAST,
@@ -36,7 +37,6 @@ from cpnorm.lab.report.document import (
     signed,
     words,
 )
-from cpnorm.lab.report.explained import explanations
 from cpnorm.lab.report.records import Records, read_results
 from cpnorm.lab.report.statistics import SIGNIFICANT
 from cpnorm.lab.report.tally import Claim

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from cpnorm.lab import paper
-from cpnorm.lab.paper import Row, Table
+from cpnorm.lab.paper import tables as paper
+from cpnorm.lab.paper.tables import Row, Table
 from cpnorm.lab.report.comparison import Comparison, last_epochs
 from cpnorm.lab.report.document import Drawing
 from cpnorm.lab.report.plots import Plot, frame

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from cpnorm.lab import beyond, paper
-from cpnorm.lab.paper import Row
+from cpnorm.lab.paper import beyond
+from cpnorm.lab.paper import tables as paper
+from cpnorm.lab.paper.tables import Row
 from cpnorm.lab.report.comparison import LAST, NETWORKS, last_epochs, over_the_last, p_words, published_mean
 from cpnorm.lab.report.compression_claims import against_tai, compresses
 from cpnorm.lab.report.document import Column, Grid, mean_sd, number, signed, words
-from cpnorm.lab.report.ending import still_rises
+from cpnorm.lab.report.late_epochs import still_rises
 from cpnorm.lab.report.records import Records, Run
 from cpnorm.lab.report.statistics import SIGNIFICANT, Summary, epochs_to_reach, mann_whitney, summarize
 from cpnorm.lab.report.tally import NOT_MEASURED, Claim, Tally, corrected, difference_cells, minus, tally

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
-from cpnorm.lab import paper
-from cpnorm.lab.paper import LayerRank, Published, Row, Table
+from cpnorm.lab.paper import tables as paper
+from cpnorm.lab.paper.tables import LayerRank, Published, Row, Table
 from cpnorm.lab.report.records import Records, Run, that_learned
 from cpnorm.lab.report.statistics import Difference, Summary, summarize, welch
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from cpnorm.lab import paper
-from cpnorm.lab.paper import Row
+from cpnorm.lab.paper import tables as paper
+from cpnorm.lab.paper.tables import Row
 from cpnorm.lab.report.comparison import NETWORKS, best_epochs, last_epochs, over_the_last, p_words, published_mean
 from cpnorm.lab.report.document import MISSING, Column, Grid, mean_sd, signed, words
 from cpnorm.lab.report.document import count as count_cell

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from cpnorm.lab import paper
-from cpnorm.lab.data import CLASSES, DataNotFoundError, load
-from cpnorm.lab.paper import Figure, Histogram
+from cpnorm.lab.data.images import CLASSES, DataNotFoundError, load
+from cpnorm.lab.paper import tables as paper
+from cpnorm.lab.paper.tables import Figure, Histogram
 from cpnorm.lab.report.charts import DATA_NAMES
 from cpnorm.lab.report.comparison import exact_bound
 from cpnorm.lab.report.document import Drawing

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cpnorm.lab.report.build import build
 from cpnorm.lab.report.document import Block, Column, Document, Drawing, Explorer, Gallery, Grid, Section, Text
-from cpnorm.lab.runs import RunError, write_atomically
+from cpnorm.lab.training.runs import RunError, write_atomically
 
 STYLE = (Path(__file__).parent / "plots.css").read_text(encoding="utf-8")
 MADE_BY = "Made by `cpnorm report`"

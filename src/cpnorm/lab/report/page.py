@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cpnorm.lab.report.build import build
 from cpnorm.lab.report.document import Block, Cell, Column, Document, Drawing, Explorer, Gallery, Grid, Section, Text
-from cpnorm.lab.runs import write_atomically
+from cpnorm.lab.training.runs import write_atomically
 
 HERE = Path(__file__).parent
 # Nothing is loaded from anywhere, whatever a record may hold.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cpnorm.lab import beyond, paper
+from cpnorm.lab.paper import beyond
+from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.report import charts
 from cpnorm.lab.report.comparison import LAST, best_epochs, last_epochs, late_epochs
 from cpnorm.lab.report.document import (

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cpnorm.lab.jsonfiles import parse_object, read_bytes, whole_lines
+from cpnorm.lab.training.jsonfiles import parse_object, read_bytes, whole_lines
 
 
 class RecordError(ValueError):

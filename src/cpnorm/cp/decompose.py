@@ -1,0 +1,327 @@
+"""From a dense weight to its canonical form: exact by slices, greedy by power iteration, or fitted by least squares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import reduce, wraps
+from typing import Literal, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from cpnorm._checks import expect, expect_generator, is_number, whole
+from cpnorm.cp.als import Progress, als_sweeps, power_sweep, random_units, repeat, svd_of_wide, unit_rows
+from cpnorm.cp.tensor import CPTensor
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _in_full_precision(decompose: Callable[P, T]) -> Callable[P, T]:
+    """Without gradients, and outside of autocast, which would make the matrix products bfloat16."""
+
+    @wraps(decompose)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return decompose(*args, **kwargs)
+
+    return run
+
+
+def exact_rank(shape: Sequence[int]) -> int:
+    """The rank at which every tensor of this shape is exact: the product of all modes but the largest.
+
+    >>> exact_rank((192, 64, 3, 3))
+    576
+    """
+    return math.prod(shape) // max(shape)
+
+
+@_in_full_precision
+def cp_exact(weight: Tensor, rank: int | None = None, *, generator: torch.Generator | None = None) -> CPTensor:
+    """The canonical form made of the singular vectors of the slices along the two largest modes; nothing iterates.
+
+    Exact at ``exact_rank(weight.shape)``, the default. All terms are orthogonal to each other, so a smaller rank, which
+    keeps the largest, is the best choice among them; terms beyond the exact rank have lambda 0 and random vectors.
+    Lambdas are singular values: never negative, in descending order.
+
+    >>> weight = torch.randn(32, 16, 3, 3)
+    >>> cp_exact(weight).rank, round(cp_exact(weight).fit(weight), 4)
+    (144, 1.0)
+    """
+    dense, scale = _scaled(weight)
+    expect_generator(generator)
+    rank = _checked_rank(exact_rank(dense.shape) if rank is None else rank, weight)
+    *kernel, middle, longest = sorted(range(dense.ndim), key=lambda mode: dense.shape[mode])
+    slices = dense.permute(*kernel, middle, longest).reshape(-1, dense.shape[middle], dense.shape[longest])
+    left, values, right = svd_of_wide(slices)
+    kept = values.flatten().argsort(descending=True, stable=True)[:rank]
+
+    factors = [dense.new_empty(0)] * dense.ndim
+    factors[middle] = left.mT.flatten(0, 1)[kept].mT
+    factors[longest] = right.flatten(0, 1)[kept].mT
+    position = kept // dense.shape[middle]  # which slice the term comes from
+    for mode in reversed(kernel):
+        one_hot = torch.nn.functional.one_hot(position % dense.shape[mode], dense.shape[mode])
+        factors[mode] = one_hot.to(dense.dtype).mT
+        position = position // dense.shape[mode]
+
+    extra = rank - len(kept)
+    lambdas = torch.cat([values.flatten()[kept], dense.new_zeros(extra)])
+    factors = [torch.cat([f, random_units(extra, len(f), dense, generator).mT], 1) for f in factors]
+    return _as_given(weight, scale, lambdas, factors)
+
+
+@_in_full_precision
+def cp_power(
+    weight: Tensor,
+    rank: int,
+    *,
+    restarts: int = 10,
+    iterations: int = 10,
+    generator: torch.Generator | None = None,
+    progress: Progress | None = None,
+) -> CPTensor:
+    """The paper's greedy tensor power method: find a large rank-one term, subtract it, go on with what is left.
+
+    A pool of ``restarts`` candidates makes ``iterations`` sweeps over the modes as one batch of matrix products, and
+    the best becomes the next term. The others stay in the pool, since a subtracted term hardly moves them; the best,
+    and those that had come to the same term, start again at random. Lambdas are never negative; terms are in the order
+    found, so that the first r of them are the greedy approximation of rank r. For a matrix the method is the singular
+    value decomposition, and that is what is computed.
+
+    >>> weight = torch.randn(16, 8, 3, 3)
+    >>> cp_power(weight, 40).fit(weight) > 0.5
+    True
+    """
+    dense, scale = _scaled(weight)
+    rank = _checked_rank(rank, weight)
+    expect_generator(generator)
+    restarts, iterations = whole("restarts", restarts), whole("iterations", iterations)
+    if scale == 0 or _is_matrix(dense.shape):
+        return cp_exact(weight, rank, generator=generator)
+
+    order = sorted(range(dense.ndim), key=lambda mode: -dense.shape[mode])
+    sizes = [dense.shape[mode] for mode in order]
+    # Both layouts are kept: with few candidates a product with a transposed matrix is several times slower on a CPU.
+    residual = dense.permute(order).reshape(sizes[0], -1).clone()
+    transposed = residual.mT.contiguous()
+    starts = [random_units(rank + restarts, size, dense, generator) for size in sizes]
+    slots = torch.arange(restarts, device=dense.device)
+    term = torch.zeros(1, dtype=torch.long, device=dense.device)
+    lambdas = dense.new_zeros(rank)
+    found = [dense.new_zeros(rank, size) for size in sizes]
+
+    def fresh() -> list[Tensor]:  # (S, d) for every mode
+        # A shift of its own for every mode: no combination of random vectors ever starts twice.
+        return [start[(term + slots * shift) % len(start)] for shift, start in enumerate(starts, start=1)]
+
+    pool = fresh()
+
+    def next_term() -> None:  # no Python value depends on a tensor here, so that a GPU can capture and replay it
+        candidates = list(pool)
+        for _ in range(iterations):
+            values = power_sweep(residual, transposed, candidates)
+        candidates[0], lengths = unit_rows(candidates[0])
+        values = torch.where(lengths > 0, values / lengths, 0.0)
+        best = values.argmax(keepdim=True)
+        winner = [c[best] for c in candidates]  # (1, d)
+        long_side, short_side = winner[0][0] * values[best], reduce(torch.kron, [w[0] for w in winner[1:]])
+        residual.addr_(long_side, short_side, alpha=-1)
+        transposed.addr_(short_side, long_side, alpha=-1)
+        lambdas.index_copy_(0, term, values[best])
+        for rows, row in zip(found, winner, strict=True):
+            rows.index_copy_(0, term, row)
+        term.add_(1)
+
+        overlap = reduce(torch.mul, [(c * w).sum(1) for c, w in zip(candidates, winner, strict=True)])
+        again = ((overlap > 0.5) | (slots == best))[:, None]
+        for slot, start, candidate in zip(pool, fresh(), candidates, strict=True):
+            slot.copy_(torch.where(again, start, candidate))
+
+    repeat(next_term, rank, dense.device, progress)
+    factors = [found[order.index(mode)].mT.contiguous() for mode in range(dense.ndim)]
+    return _as_given(weight, scale, lambdas, factors)
+
+
+@_in_full_precision
+def cp_als(
+    weight: Tensor,
+    rank: int,
+    *,
+    init: Literal["random", "power", "exact"] | CPTensor = "random",
+    sweeps: int = 100,
+    tolerance: float = 1e-5,
+    ridge: float = 0.1,
+    generator: torch.Generator | None = None,
+) -> CPTensor:
+    """Alternating least squares with norm control: the best fit of all, by terms that do not cancel each other.
+
+    Each sweep solves for one mode after the other. Since the other modes have unit columns, a ridge on the solved one
+    is a price on the squared norms of the terms; it is ``ridge`` times the squared relative error, so that it guides
+    the early sweeps and vanishes as the fit nears 1. ``ridge=0`` is the plain method, whose terms can cancel
+    (``CPTensor.cancellation``) hundreds of times over. Stops when a sweep gains less than ``tolerance`` in fit.
+    Lambdas are never negative, in descending order.
+
+    >>> weight = torch.randn(16, 8, 3, 3)
+    >>> cp_als(weight, 60, generator=torch.Generator().manual_seed(0)).fit(weight) > 0.9
+    True
+    """
+    dense, scale = _scaled(weight)
+    rank = _checked_rank(rank, weight)
+    expect_generator(generator)
+    sweeps = whole("sweeps", sweeps)
+    for name, value in (("tolerance", tolerance), ("ridge", ridge)):
+        if not (is_number(value) and value >= 0):
+            raise ValueError(f"expected {name} >= 0, got {value!r}")
+    if scale == 0:
+        return cp_exact(weight, rank, generator=generator)
+    if isinstance(init, CPTensor):
+        if init.shape != tuple(weight.shape) or init.rank != rank:
+            expected = f"rank {rank} and shape {tuple(weight.shape)}"
+            raise ValueError(f"expected init of {expected}, got rank {init.rank} and shape {init.shape}")
+        start = init.to(dense.device).to(torch.float64).normalize()
+        if not (start.sigma * start.lambdas).isfinite().all():
+            raise ValueError(f"expected an init of finite numbers, got NaN or infinity in one of shape {init.shape}")
+        start = CPTensor.from_terms(start.sigma * start.lambdas / scale, start.factors).to(dense.dtype)
+    elif init == "random":
+        units = [random_units(rank, size, dense, generator).mT for size in dense.shape]
+        start = CPTensor.from_terms(dense.new_zeros(rank), units)
+    elif init in ("power", "exact"):
+        start = (cp_power if init == "power" else cp_exact)(dense, rank, generator=generator)
+    else:
+        raise ValueError(f"expected init to be 'random', 'power', 'exact' or a CPTensor, got {init!r}")
+    fitted = als_sweeps(dense, start, sweeps=sweeps, tolerance=tolerance, ridge=ridge)
+    fitted = fitted.select(fitted.lambdas.argsort(descending=True, stable=True))
+    return _as_given(weight, scale, fitted.lambdas, fitted.factors)
+
+
+class RankEstimate(NamedTuple):
+    """The smallest rank found to reach the fit, and the fit at every rank that was tried, in ascending order."""
+
+    rank: int
+    curve: list[tuple[int, float]]
+
+
+@_in_full_precision
+def estimate_rank(
+    weight: Tensor,
+    fit: float = 0.99,
+    *,
+    sweeps: int = 50,
+    generator: torch.Generator | None = None,
+    progress: Progress | None = None,
+) -> RankEstimate:
+    """The rank at which alternating least squares reaches the fit, and the curve of fit against rank on the way there.
+
+    The paper lets the rank grow until the fit is near 1. Here it grows in sixteenths of the exact rank (below the first
+    of them in powers of two), each time from the terms found before and new ones from what they leave over, and then
+    bisects the last step. Each rank gets so many ``sweeps`` at most; more may find a lower rank, but hardly where the
+    fit is to be within 1e-4 of 1: they end when they gain too little. For a matrix the singular values give the answer
+    at once; ``fit=1`` asks for its numerical rank. The curve ends at the exact rank.
+
+    >>> weight = cp_power(torch.randn(16, 8, 3, 3), 6).to_dense()
+    >>> estimate_rank(weight, generator=torch.Generator().manual_seed(0)).rank
+    6
+    """
+    dense, scale = _scaled(weight)
+    expect_generator(generator)
+    sweeps = whole("sweeps", sweeps)
+    if not (is_number(fit) and 0 < fit <= 1):
+        raise ValueError(f"expected 0 < fit <= 1, got {fit!r}")
+    bound = exact_rank(dense.shape)
+    largest_error = 1 - fit + max(dense.shape) * torch.finfo(dense.dtype).eps  # a fit of 1 up to rounding is one
+    if scale == 0:
+        return RankEstimate(1, [(1, 1.0)])
+    if _is_matrix(dense.shape):
+        tails = cp_exact(dense).lambdas.double().square().flip(0).cumsum(0).flip(0)  # of terms r, r + 1, ...
+        errors = {r: math.sqrt(tail) for r, tail in enumerate([*tails.tolist()[1:], 0.0], start=1)}
+    else:
+        errors = _errors_by_growth(dense, bound, largest_error, sweeps, generator, progress)
+    rank = min(r for r, error in errors.items() if error <= largest_error)
+    curve, best = [], 0.0
+    for r in sorted(errors):
+        best = max(best, 1 - errors[r])  # what fewer terms reach, more terms reach
+        curve.append((r, best))
+    return RankEstimate(rank, curve)
+
+
+def _errors_by_growth(
+    dense: Tensor,
+    bound: int,
+    largest_error: float,
+    sweeps: int,
+    generator: torch.Generator | None,
+    progress: Progress | None,
+) -> dict[int, float]:
+    """Relative errors by rank, of growing ranks and then of those that halve the last step."""
+    steps = 16
+    doubling = [2**k for k in range(bound.bit_length()) if 2**k * steps < bound]
+    grid = sorted({*doubling, *(-(-bound * k // steps) for k in range(1, steps))})
+    total = len(grid) + (bound // steps).bit_length()
+    below = CPTensor.from_terms(dense.new_zeros(0), [dense.new_zeros(d, 0) for d in dense.shape])
+    errors = {bound: 0.0}
+    low, high = 0, bound
+    while high - low > 1:
+        ahead = [r for r in grid if low < r < high]
+        rank = ahead[0] if high == bound and ahead else (low + high) // 2
+        left_over = dense - below.to_dense()
+        new = cp_power(left_over, rank - low, iterations=3, generator=generator)
+        start = CPTensor.from_terms(
+            torch.cat([below.lambdas, new.lambdas]),
+            [torch.cat(pair, 1) for pair in zip(below.factors, new.factors, strict=True)],
+        )
+        grown = als_sweeps(dense, start, sweeps=sweeps, tolerance=1e-5, ridge=0.1, enough=largest_error)
+        errors[rank] = torch.linalg.vector_norm(dense - grown.to_dense()).item()
+        if errors[rank] <= largest_error:
+            high = rank
+        else:
+            low, below = rank, grown
+        if progress:
+            progress(min(len(errors) - 1, total), total)
+    if progress:
+        progress(total, total)
+    return errors
+
+
+def _scaled(weight: Tensor) -> tuple[Tensor, float]:
+    """The weight in at least single precision with norm 1 (or 0), so that no product over- or underflows; its norm."""
+    expect(weight, Tensor, "a tensor as weight")
+    shape = tuple(weight.shape)
+    if weight.is_meta or weight.layout != torch.strided:
+        what = "on the meta device" if weight.is_meta else f"with layout {weight.layout}"
+        raise ValueError(f"expected a weight with values in memory, got one {what} of shape {shape}")
+    if weight.ndim < 2:
+        raise ValueError(f"expected a weight with 2 modes or more, got shape {shape}")
+    if not weight.is_floating_point() or weight.element_size() < 2:  # smaller floats have no arithmetic
+        raise ValueError(f"expected a weight of real floating-point numbers, got {weight.dtype} of shape {shape}")
+    if weight.numel() == 0:
+        raise ValueError(f"expected a weight that is not empty, got shape {shape}")
+    dense = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+    largest = dense.abs().amax().item()
+    if not math.isfinite(largest):
+        raise ValueError(f"expected finite numbers, got NaN or infinity in a weight of shape {shape}")
+    if largest == 0:
+        return dense, 0.0
+    dense = dense / largest
+    norm = torch.linalg.vector_norm(dense).item()
+    return dense / norm, largest * norm
+
+
+def _is_matrix(shape: Sequence[int]) -> bool:
+    return sum(size > 1 for size in shape) <= 2
+
+
+def _checked_rank(rank: int, weight: Tensor) -> int:
+    return whole("rank", rank, where=f" for a weight of shape {tuple(weight.shape)}")
+
+
+def _as_given(weight: Tensor, scale: float, lambdas: Tensor, factors: Sequence[Tensor]) -> CPTensor:
+    """Unit columns and lambdas of the weight's own size, in its own precision."""
+    unit = CPTensor.from_terms(lambdas, factors).normalize()
+    cp = CPTensor.from_terms(unit.lambdas * scale, unit.factors).to(weight.dtype)
+    if not cp.lambdas.isfinite().all():
+        what = f"a weight of shape {tuple(weight.shape)} and norm {scale:.3g}"
+        raise ValueError(f"expected lambdas within the range of {weight.dtype}, got infinity for {what}")
+    return cp

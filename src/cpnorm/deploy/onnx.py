@@ -1,0 +1,162 @@
+"""ONNX files of canonical, folded and factorised models, checked against onnxruntime before they get their name."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import logging
+import os
+import secrets
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from cpnorm._checks import Inputs, as_arguments, expect_model
+from cpnorm.nn.convert import fold
+
+LARGEST = 2**31 - 2**20  # of one ONNX file
+
+
+def export_onnx(
+    model: nn.Module,
+    example_input: Inputs,
+    path: str | os.PathLike[str],
+    *,
+    dynamic_batch: bool = True,
+    check: bool = True,
+) -> None:
+    """Write an ONNX file of the model in evaluation mode; the model itself is left alone.
+
+    Canonical layers are folded in the copy that is written: to write small layers, ``factorize`` the model first.
+
+    Args:
+        model: canonical, factorised or plain.
+        example_input: a tensor, a tuple of arguments or a dict of keyword arguments.
+        path: of the file, which appears under this name only when it is whole and checked.
+        dynamic_batch: the first dimension of all inputs may have any size in the file, else that of the example.
+        check: compare the file's outputs with the model's, if onnxruntime is installed.
+    """
+    missing = [package for package in ("onnx", "onnxscript") if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ImportError(f"export_onnx needs {' and '.join(missing)}: pip install 'cpnorm[onnx]'")
+    expect_model(model)
+    with torch.autocast("cpu", enabled=False):  # whatever surrounds this call
+        _export(model, example_input, Path(path), dynamic_batch, check)
+
+
+def _export(model: nn.Module, example_input: Inputs, path: Path, dynamic_batch: bool, check: bool) -> None:
+    plain = fold(copy.deepcopy(model)).eval().cpu()
+    size = sum(p.numel() * p.element_size() for p in (*plain.parameters(), *plain.buffers()))
+    if size > LARGEST:
+        raise ValueError(f"expected at most {LARGEST} bytes of weights, which is all an ONNX file holds, got {size}")
+    args, kwargs = _arguments(example_input)
+    if dynamic_batch:
+        args, kwargs = _resized((args, kwargs), 2)  # a batch of one would be taken for a constant
+    with torch.no_grad():
+        single = isinstance(plain(*args, **kwargs), Tensor)
+
+    if not path.name or not path.parent.is_dir():
+        raise FileNotFoundError(f"expected a file in a folder that is there, got {path}")
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.onnx")
+    try:
+        with _quiet():
+            program = torch.onnx.export(
+                plain,
+                args,
+                kwargs=kwargs,
+                dynamo=True,
+                dynamic_shapes=_batch_dimensions(plain, args, kwargs) if dynamic_batch else None,
+                output_names=["output"] if single else None,
+                verbose=False,
+            )
+            assert program is not None
+            _forget_traces(program.model.graph)
+            program.save(draft, external_data=False)
+        if check and importlib.util.find_spec("onnxruntime") is not None:
+            for batch in (2, 3) if dynamic_batch else (None,):
+                _check(draft, plain, *_resized((args, kwargs), batch))
+        os.replace(draft, path)
+    except OSError as error:
+        if error.errno is None or error.filename not in (None, str(draft), draft):
+            raise  # about some other file
+        raise OSError(error.errno, error.strerror, str(path)) from error  # not the draft's name
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _arguments(example_input: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return pytree.tree_map_only(Tensor, lambda x: x.detach().cpu(), as_arguments(example_input))
+
+
+def _resized(inputs: Any, batch: int | None) -> Any:
+    """All tensors with this batch size, made of their own rows over and over; None: as they are."""
+
+    def resize(x: Tensor) -> Tensor:
+        if batch is None or x.ndim == 0:
+            return x
+        if len(x) == 0:
+            raise ValueError(f"expected at least one example in example_input, got shape {tuple(x.shape)}")
+        return x[torch.arange(batch) % len(x)]
+
+    return pytree.tree_map_only(Tensor, resize, inputs)
+
+
+def _batch_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    shapes, batch = torch.export.ShapesCollection(), torch.export.Dim("batch")
+    for x in pytree.tree_leaves((args, kwargs)):
+        if isinstance(x, Tensor) and x.ndim:
+            shapes[x] = {0: batch}
+    return shapes.dynamic_shapes(model, args, kwargs)
+
+
+def _forget_traces(graph: Any) -> None:
+    """The exporter notes the lines of code behind every node, with the folders of this machine."""
+    for thing in (graph, *graph.inputs, *graph.initializers.values(), *graph.all_nodes()):
+        thing.metadata_props.clear()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter warns of its own deprecations and of packages nobody asked for: silence, errors excepted."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _check(path: Path, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    import onnxruntime
+    from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoKernel
+
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if any(x.dtype == torch.bfloat16 for x in (*tensors, *model.parameters(), *model.buffers())):
+        return  # neither numpy nor onnxruntime's kernels know it
+    try:
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    except NoKernel:
+        return  # for a layer in this precision, such as a convolution in float64
+    feeds = {wanted.name: x.numpy() for wanted, x in zip(session.get_inputs(), tensors, strict=True)}
+    with torch.no_grad():
+        outputs = [y for y in pytree.tree_leaves(model(*args, **kwargs)) if isinstance(y, Tensor)]
+    for expected, value in zip(outputs, session.run(None, feeds), strict=True):
+        got = torch.from_numpy(value)
+        if got.shape == expected.shape and expected.is_floating_point():  # infinities, such as masks, are equal or not
+            finite = expected.isfinite()
+            if not torch.equal(got[~finite].nan_to_num(), expected[~finite].nan_to_num()):
+                raise RuntimeError(f"the ONNX file computes something else for an output of {expected.shape}")
+            got, expected = got[finite], expected[finite]
+        tolerance = torch.finfo(expected.dtype).eps ** 0.5 if expected.is_floating_point() else 0.0
+        error = (got.double() - expected.double()).norm() if got.shape == expected.shape else float("inf")
+        if not error <= tolerance * expected.double().norm():
+            raise RuntimeError(f"the ONNX file computes something else: {error} away for an output of {expected.shape}")

@@ -1,0 +1,287 @@
+"""Canonical layers run as stages: between two of them only terms are in memory, never all the channels.
+
+A canonical layer takes its input channels to terms, weighs these by its taps and goes out to its output channels. What
+is behind it, a ReLU and a pooling, and the first step of the next layer are done while the channels are in registers:
+with few terms left, to write and read the channels is what takes the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cpnorm.cp.tensor import dense_from_terms, khatri_rao, unit_columns
+from cpnorm.deploy.forms import halved, linear_modes
+from cpnorm.gpu.fused_launch import Blocks, aligned, launch_closing, launch_stage, runs_kernel
+from cpnorm.nn.layers import CPConv2d, CPLayer, CPLinear
+
+WIDEST = 256  # terms that fit into registers
+LARGEST_PATCH = 64  # numbers that the kernel of a first layer sees
+MOST_TAPS = 49  # the kernel is unrolled over them
+
+Pair = tuple[int, int]
+
+
+class Stage(nn.Module):
+    """Terms -> taps -> channels -> 2x2 max pooling -> bias -> ReLU -> channels, or terms of the next layer.
+
+    With ``taps`` (kh, kw, R) the input is terms (N, H, W, R). With ``patches`` it is an image (N, I, H, W) in any
+    layout and ``out`` (I * kh * kw rounded up, O) a dense weight. With neither, rows of terms (..., R). ``out`` is
+    (R, O), ``bias`` (O,); with ``into`` (O, R2) the output is terms (N, H2, W2, R2) or (..., R2), without it channels
+    (N, O, H2, W2), channels last, or (..., O). R and R2 are multiples of 16.
+
+    For inference: gradients reach the input, through torch's operations, and nothing else. ``blocks`` may be set to
+    overrule what is chosen for the GPU.
+    """
+
+    taps: Tensor | None
+    out: Tensor
+    bias: Tensor | None
+    into: Tensor | None
+    blocks: Blocks | None = None
+
+    def __init__(
+        self,
+        out: Tensor,
+        *,
+        taps: Tensor | None = None,
+        bias: Tensor | None = None,
+        into: Tensor | None = None,
+        kernel: Pair = (1, 1),
+        stride: Pair = (1, 1),
+        padding: Pair = (0, 0),
+        dilation: Pair = (1, 1),
+        relu: bool = False,
+        pool: bool = False,
+        patches: bool = False,
+    ) -> None:
+        super().__init__()
+        if patches and taps is not None:
+            raise ValueError("expected taps or patches, got both")
+        if pool and taps is None and not patches:
+            raise ValueError("expected taps or patches before a pooling, got neither")
+        for name, value in (("taps", taps), ("out", out), ("bias", bias), ("into", into)):
+            self.register_buffer(name, None if value is None else value.detach().contiguous())
+        self.kernel, self.stride, self.padding, self.dilation = kernel, stride, padding, dilation
+        self.relu, self.pool, self.patches = relu, pool, patches
+        self.rows = taps is None and not patches
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the class says; by the kernel where that is possible, else by torch's operations."""
+        return self._in_shape(x, self._by_kernel if runs_kernel(x, self._buffers["out"]) else self._by_torch)
+
+    def by_torch(self, x: Tensor) -> Tensor:
+        """The same by torch's operations."""
+        return self._in_shape(x, self._by_torch)
+
+    def _in_shape(self, x: Tensor, way: Callable[[Tensor], Tensor]) -> Tensor:  # a way ends at (N, H2, W2, O or R2)
+        if self.rows:
+            y = way(x.reshape(-1, 1, 1, x.shape[-1]))
+            return y.reshape(*x.shape[:-1], y.shape[-1])
+        y = way(x)
+        return y.movedim(-1, 1) if self._buffers["into"] is None else y
+
+    def _by_torch(self, x: Tensor) -> Tensor:
+        where = (self.stride, self.padding, self.dilation)
+        if self.patches:
+            shape = (-1, x.shape[1], *self.kernel)
+            x = F.conv2d(x, self.out[: math.prod(shape[1:])].mT.reshape(shape), None, *where).movedim(1, -1)
+        else:
+            if self.taps is not None:
+                taps = self.taps.permute(2, 0, 1)[:, None]  # (R, 1, kh, kw)
+                x = F.conv2d(x.movedim(-1, 1), taps, None, *where, groups=len(taps)).movedim(1, -1)
+            x = x @ self.out
+        if self.pool:
+            x = F.max_pool2d(x.movedim(-1, 1), 2).movedim(1, -1)
+        if self.bias is not None:
+            x = x + self.bias
+        if self.relu:
+            x = F.relu(x)
+        return x.contiguous() if self.into is None else x @ self.into
+
+    def _by_kernel(self, x: Tensor) -> Tensor:
+        launch = torch.ops.cpnorm.stage if torch.compiler.is_compiling() else launch_stage
+        own = self._buffers  # found faster than as attributes
+        weights = own["taps"], own["out"], own["bias"], own["into"]
+        moves = (*self.kernel, *self.stride, *self.padding, *self.dilation)
+        rest: tuple[Any, ...] = *weights, moves, self.relu, self.pool, self.patches, self.blocks or ()
+        return cast(Tensor, launch(x if self.patches else x.contiguous(), *rest))
+
+    def extra_repr(self) -> str:
+        """What it is made of."""
+        opening = "patches" if self.patches else "rows" if self.rows else "terms"
+        steps = [str(len(self.out)), str(self.out.shape[1]), *([] if self.into is None else [str(self.into.shape[1])])]
+        parts = [f"{opening} {' -> '.join(steps)}", *(name for name in ("relu", "pool") if getattr(self, name))]
+        return ", ".join([*parts, *([] if self.rows else [f"kernel={self.kernel}"])])
+
+
+class Opening(nn.Module):
+    """Channels -> the terms that a layer's stage asks for: of the last dimension, or of maps (N, I, H, W).
+
+    ``flat``: of all that is in the maps, for a linear layer behind them.
+    """
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor, *, maps: bool = False, flat: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight.detach().contiguous())  # (R, I)
+        self.maps, self.flat = maps, flat
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the class says."""
+        if self.maps:
+            x = x.movedim(1, -1)
+        return F.linear(x.flatten(1) if self.flat else x, self.weight)
+
+    def extra_repr(self) -> str:
+        """What it is made of."""
+        rank, channels = self.weight.shape
+        return ", ".join([f"{channels} -> {rank}", *(name for name in ("maps", "flat") if getattr(self, name))])
+
+
+class Closing(nn.Module):
+    """2x2 max pooling -> bias -> ReLU of maps (N, C, H, W), in one kernel: what is behind a layer that is no stage."""
+
+    bias: Tensor | None
+
+    def __init__(self, bias: Tensor | None, *, relu: bool, pool: bool) -> None:
+        super().__init__()
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+        self.relu, self.pool = relu, pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        """By the kernel where that is possible, else by torch's operations."""
+        return self._by_kernel(x) if x.ndim == 4 and runs_kernel(x, self.bias) else self.by_torch(x)
+
+    def by_torch(self, x: Tensor) -> Tensor:
+        """By torch's operations."""
+        if self.pool:
+            x = F.max_pool2d(x, 2)
+        if self.bias is not None:
+            x = x + self.bias[:, None, None]
+        return F.relu(x) if self.relu else x
+
+    def _by_kernel(self, x: Tensor) -> Tensor:
+        launch = torch.ops.cpnorm.closing if torch.compiler.is_compiling() else launch_closing
+        return cast(Tensor, launch(x, self.bias, self.relu, self.pool))
+
+    def extra_repr(self) -> str:
+        """What it does."""
+        return ", ".join(
+            [name for name in ("relu", "pool") if getattr(self, name)] + ["bias"] * (self.bias is not None)
+        )
+
+
+# --- from canonical layers ----------------------------------------------------------------------------------------
+
+
+def takes(layer: nn.Module, *, patches: bool = False) -> bool:
+    """Whether a layer can be a stage: a linear one or a plain 2-d convolution, canonical and of few terms.
+
+    Patches: one that reads an image; its kernel must see few numbers, and the number of terms does not matter.
+    """
+    if type(layer) is not CPConv2d:  # another's forward may do something else
+        return type(layer) is CPLinear and aligned(layer.rank) <= WIDEST and not patches
+    taps = math.prod(layer.kernel_size)
+    few = layer.in_channels * taps <= LARGEST_PATCH if patches else taps <= MOST_TAPS and aligned(layer.rank) <= WIDEST
+    plain = layer.groups == 1 and layer.padding_mode == "zeros" and len(layer.modes) == 4
+    return few and plain and _padding(layer) is not None
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def stage_of(
+    layer: CPLayer,
+    *,
+    affine: tuple[Tensor, Tensor] | None = None,
+    relu: bool = False,
+    pool: bool = False,
+    following: CPLayer | None = None,
+    patches: bool = False,
+) -> Stage:
+    """The layer and what is behind it as a stage; with a following layer it delivers the terms of that one.
+
+    Affine: a scale and a shift of each channel, right behind the layer. Without patches the stage asks for the layer's
+    terms: those of the stage before, or of ``opening_of``.
+
+    >>> first = CPLinear(20, 30, rank=5, init="kaiming_normal")
+    >>> second = CPLinear(30, 10, rank=3, init="kaiming_normal")
+    >>> stages = opening_of(first), stage_of(first, relu=True, following=second), stage_of(second)
+    >>> nn.Sequential(*stages)(torch.randn(4, 20)).shape
+    torch.Size([4, 10])
+    """
+    for one, whole in ((layer, patches), (following, False)):
+        if one is not None and not takes(one, patches=whole):
+            raise ValueError(f"expected a layer that can be a stage, got {one}")
+    _, taps, out = _steps(layer)
+    into = None if following is None else _steps(following)[0]
+    if into is not None and len(into) != len(out):
+        raise ValueError(f"expected a following layer of {len(out)} inputs, got {following}")
+    if patches:
+        taps, out = None, _dense(layer)
+    bias: Tensor | None = None if layer.bias is None else cast(Tensor, layer.bias).to(out.dtype)
+    if affine is not None:
+        scale, shift = affine
+        out, bias = out * scale[:, None], shift if bias is None else bias * scale + shift
+    dtype = layer.lambdas.dtype
+    taps, into = (None if step is None else step.to(dtype) for step in (taps, into))
+    bias = None if bias is None else bias.to(dtype, copy=True)
+    moves: dict[str, Pair] = {}
+    if isinstance(layer, CPConv2d):
+        settings = {"kernel": layer.kernel_size, "stride": layer.stride, "padding": _padding(layer)}
+        moves = cast(dict[str, Pair], settings | {"dilation": layer.dilation})
+    stage = Stage(out.mT.to(dtype), taps=taps, bias=bias, into=into, relu=relu, pool=pool, patches=patches, **moves)
+    return stage.train(layer.training)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def opening_of(layer: CPLayer, channels: int | None = None) -> Opening:
+    """What takes a layer's input to the terms that its stage asks for.
+
+    With ``channels`` the input of a linear layer is so many maps that are yet to be flattened; they lie channels last,
+    so that the weights are put in that order.
+    """
+    into = _steps(layer)[0].mT  # (R, I)
+    if channels is not None:
+        into = into.unflatten(1, (channels, -1)).transpose(1, 2).flatten(1)
+    maps = channels is not None or isinstance(layer, CPConv2d)
+    return Opening(into.to(layer.lambdas.dtype), maps=maps, flat=channels is not None).train(layer.training)
+
+
+def _steps(layer: CPLayer) -> tuple[Tensor, Tensor | None, Tensor]:  # (I, R), (kh, kw, R) or None, (O, R)
+    """The three steps of a layer, its scales shared by the first and the last, with terms of zeros behind."""
+    scales, factors = _wide_terms(layer)
+    if isinstance(layer, CPLinear):
+        count = len(linear_modes(layer)[0])
+        out, into, taps = khatri_rao(factors[:count]), khatri_rao(factors[count:]), None
+    else:
+        out, into, *kernels = factors
+        taps = khatri_rao(kernels).unflatten(0, cast(CPConv2d, layer).kernel_size)
+    first, last = halved(scales)
+    zeros = (0, aligned(layer.rank) - layer.rank)
+    return F.pad(into * first, zeros), None if taps is None else F.pad(taps, zeros), F.pad(out * last, zeros)
+
+
+def _dense(layer: CPLayer) -> Tensor:  # (O, I * kh * kw rounded up)
+    weight = dense_from_terms(*_wide_terms(layer)).flatten(1)
+    return F.pad(weight, (0, aligned(weight.shape[1]) - weight.shape[1]))
+
+
+def _wide_terms(layer: CPLayer) -> tuple[Tensor, list[Tensor]]:  # (R,), [(d_i, R)]
+    wide = torch.float64 if layer.lambdas.dtype == torch.float64 else torch.float32
+    return (layer.sigma * layer.lambdas).to(wide), [unit_columns(factor.to(wide)) for factor in layer.factors]
+
+
+def _padding(conv: CPConv2d) -> Pair | None:
+    """In front and behind of rows and of columns; None if it is not the same there."""
+    if not isinstance(conv.padding, str):
+        return cast(Pair, tuple(conv.padding))
+    reach = [d * (k - 1) if conv.padding == "same" else 0 for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+    return (reach[0] // 2, reach[1] // 2) if all(n % 2 == 0 for n in reach) else None

@@ -1,0 +1,298 @@
+"""Stages handed to their kernels: whether that is possible, what comes out, and how the work is cut into programs."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16  # terms that tensor cores take at once
+PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
+H200_SHARED = 227 * 1024  # bytes of memory that a program's threads share
+FEW_PIXELS = 4096  # too few for large tiles
+WARPGROUP_TILE = 64  # pixels from which on a Hopper GPU's warps multiply in groups
+CLOSING_BLOCK = 1024  # numbers that one program writes
+HAS_TRITON = find_spec("triton") is not None
+
+
+class Blocks(NamedTuple):
+    """What one program of the kernel makes, and what it makes it with."""
+
+    pixels: int
+    channels: int  # at once
+    each: int  # channels of one program, a multiple of those; if it goes on to terms, it goes through all of them
+    warps: int
+    stages: int
+
+
+def runs_kernel(x: Tensor, weight: Tensor | None = None) -> bool:
+    """Whether the kernels can do it: on a GPU (or in triton's interpreter), in their precisions, without gradients."""
+    alike = weight is None or (x.dtype == weight.dtype and x.device == weight.device)
+    fit = HAS_TRITON and within_reach(x.device) and x.dtype in PRECISIONS
+    return fit and alike and not (torch.is_grad_enabled() and x.requires_grad)
+
+
+def within_reach(device: torch.device) -> bool:
+    """Of the kernels."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def launch_stage(
+    x: Tensor,
+    taps: Tensor | None,
+    out: Tensor,
+    bias: Tensor | None,
+    into: Tensor | None,
+    moves: Sequence[int],  # kernel, stride, padding, dilation: of rows and columns each
+    relu: bool,
+    pool: bool,
+    patches: bool,
+    blocks: Sequence[int],  # none: those that are best
+) -> Tensor:  # (N, H2, W2, O or R2)
+    """What ``Stage`` computes, by the kernel."""
+    from cpnorm.gpu.fused_kernels import stage
+
+    kind = x.shape, x.stride(), x.dtype, x.device, taps is None, bias is None
+    following = 0 if into is None else into.shape[1]
+    tf32 = x.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
+    plan = _plan(*kind, out.shape, following, tuple(moves), relu, pool, patches, tuple(blocks), tf32)
+    y = x.new_empty(plan.output)
+    _start(stage, plan, (x, taps, out, bias, into, y))
+    return y
+
+
+class Plan(NamedTuple):
+    """How often a kernel is to run, and with what beside tensors; of inputs of one size, one layout and one kind."""
+
+    output: tuple[int, ...]  # its shape
+    programs: int
+    numbers: tuple[Any, ...]
+    constants: dict[str, Any]  # in the kernel's order
+    options: dict[str, int]
+    compiled: list[Any]  # the kernel, once there is one
+
+
+# To reckon a plan takes longer than to start a kernel. What it is not reckoned from decides what is compiled.
+@lru_cache(maxsize=1024)
+def _plan(
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    no_taps: bool,
+    no_bias: bool,
+    weight: torch.Size,
+    following: int,
+    moves: tuple[int, ...],
+    relu: bool,
+    pool: bool,
+    patches: bool,
+    blocks: tuple[int, ...],
+    tf32: bool,
+) -> Plan:
+    kernel, stride, padding, dilation = (moves[i : i + 2] for i in range(0, 8, 2))
+    (width, channels), terms = weight, shape[1] * math.prod(kernel) if patches else shape[-1]
+    if (aligned(terms) if patches else terms) != width:  # the kernel would read what is not there
+        raise ValueError(f"expected an input for weights of {width} terms, got one of shape {tuple(shape)}")
+    sizes = shape[2:] if patches else shape[1:3]
+    after = _sizes_after(sizes, moves, pool)
+    output = (shape[0], *after, following or channels)
+    count = math.prod(output[:-1])
+    term_block, following_block = _power_of_2(width), _power_of_2(following) if following else 0
+    memory = dtype.itemsize, _shared_memory(device)
+    cut = Blocks(*blocks) if blocks else _blocks(count, channels, term_block, following_block, pool, *memory)
+    each = -(-channels // cut.channels) * cut.channels if following else cut.each
+    constants = {
+        "kernel": kernel,
+        "stride": stride,
+        "padding": padding,
+        "dilation": dilation,
+        "patches": patches,
+        "relu": relu,
+        "pool": pool,
+        "terms": terms,
+        "width": width,
+        "channels": channels,
+        "following": following,
+        "pixel_block": cut.pixels,
+        "term_block": term_block,
+        "channel_block": cut.channels,
+        "channels_each": each,
+        "following_block": following_block,
+        "precision": "tf32" if tf32 else "ieee",
+    }
+    programs, numbers = -(-count // cut.pixels) * -(-channels // each), (count, *sizes, *after, strides)
+    return Plan(output, programs, numbers, constants, {"num_warps": cut.warps, "num_stages": cut.stages}, [])
+
+
+def _sizes_after(sizes: Sequence[int], moves: Sequence[int], pool: bool) -> list[int]:
+    moved = zip(sizes, *(moves[i : i + 2] for i in range(0, 8, 2)), strict=True)
+    after = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in moved]
+    after = [n // 2 for n in after] if pool else after
+    if min(after) < 1:
+        raise ValueError(f"expected an image as large as the kernel {tuple(moves[:2])}, got {tuple(sizes)}, {pool=}")
+    return after
+
+
+def _stage_output(
+    x: Tensor,
+    taps: Tensor | None,
+    out: Tensor,
+    bias: Tensor | None,
+    into: Tensor | None,
+    moves: Sequence[int],
+    relu: bool,
+    pool: bool,
+    patches: bool,
+    blocks: Sequence[int],
+) -> Tensor:
+    """Its output, without values, for the compiler."""
+    after = _sizes_after(x.shape[2:] if patches else x.shape[1:3], moves, pool)
+    return x.new_empty(x.shape[0], *after, (out if into is None else into).shape[1])
+
+
+def launch_closing(x: Tensor, bias: Tensor | None, relu: bool, pool: bool) -> Tensor:
+    """What ``Closing`` computes, by the kernel."""
+    from cpnorm.gpu.fused_kernels import closing
+
+    y = _closing_output(x, bias, relu, pool)
+    _start(closing, _closing_plan(x.shape, x.stride(), x.dtype, x.device, bias is None, relu, pool), (x, bias, y))
+    return y
+
+
+@lru_cache(maxsize=1024)
+def _closing_plan(
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    no_bias: bool,
+    relu: bool,
+    pool: bool,
+) -> Plan:
+    images, channels, height, width = shape
+    if pool:
+        height, width = height // 2, width // 2
+    last = _lies_channels_last(shape, strides)
+    outer, inner = (images * height * width, channels) if last else (images * channels * height, width)
+    inner_block = min(128, _power_of_2(max(1, inner)))
+    constants = {
+        "channels": channels,
+        "channels_last": last,
+        "relu": relu,
+        "pool": pool,
+        "outer_block": CLOSING_BLOCK // inner_block,
+        "inner_block": inner_block,
+    }
+    programs = -(-outer // constants["outer_block"]) * -(-inner // inner_block)
+    return Plan((images, channels, height, width), programs, (outer, height, width, strides), constants, {}, [])
+
+
+def _closing_output(x: Tensor, bias: Tensor | None, relu: bool, pool: bool) -> Tensor:
+    """Its output, without values."""
+    images, channels, *size = x.shape
+    after = [n // 2 for n in size] if pool else size
+    if min(after) < 1:
+        raise ValueError(f"expected maps of 2 x 2 and more before a pooling, got {tuple(size)}")
+    layout = torch.channels_last if _lies_channels_last(x.shape, x.stride()) else torch.contiguous_format
+    return torch.empty(images, channels, *after, dtype=x.dtype, device=x.device, memory_format=layout)
+
+
+def _start(kernel: Any, plan: Plan, tensors: Sequence[Tensor | None]) -> None:
+    """Start a kernel; triton looks at its arguments the first time only, since a look takes longer than most kernels.
+
+    It compiles by the tensors' kinds and by whether they lie at multiples of 16 bytes, which they do but for slices.
+    """
+    if not plan.programs:
+        return
+    x = cast(Tensor, tensors[0])
+    usual = all(t is None or (t.data_ptr() % 16 == 0 and t.dtype == x.dtype) for t in tensors)
+    with torch.cuda.device_of(x):
+        if usual and plan.compiled:
+            plan.compiled[0][plan.programs, 1, 1](*tensors, *plan.numbers, *plan.constants.values())
+            return
+        made = kernel[plan.programs,](*tensors, *plan.numbers, **plan.constants, **plan.options)
+    if usual and made is not None and torch.version.cuda:  # in the interpreter there is none; AMD's depend on more
+        plan.compiled.append(made)
+
+
+def _lies_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    return strides[1] == 1 and shape[1] > 1
+
+
+# For the compiler, which has no need to look inside.
+_WEIGHTS = "Tensor x, Tensor? taps, Tensor out, Tensor? bias, Tensor? into"
+torch.library.custom_op(
+    "cpnorm::stage",
+    launch_stage,
+    mutates_args=(),
+    schema=f"({_WEIGHTS}, int[] moves, bool relu, bool pool, bool patches, int[] blocks) -> Tensor",
+).register_fake(_stage_output)
+torch.library.custom_op(
+    "cpnorm::closing",
+    launch_closing,
+    mutates_args=(),
+    schema="(Tensor x, Tensor? bias, bool relu, bool pool) -> Tensor",
+).register_fake(_closing_output)
+
+
+def _blocks(pixels: int, channels: int, terms: int, following: int, pool: bool, itemsize: int, shared: int) -> Blocks:
+    """What one program makes: what was fastest on an H200 for layers of 16 to 128 terms, or less where memory is short.
+
+    Few pixels: small tiles, so that all of the GPU has some, and large chunks, for there are few turns to overlap. Many
+    pixels: as large a tile as registers hold, since every tile reads all of the weights.
+    """
+    corners = 4 if pool else 1
+    held = terms * corners  # numbers for a pixel
+    if pixels <= FEW_PIXELS:
+        tile, chunk, warps = 16, 64 if pool else 128, 8 if terms >= 128 else 4
+    elif pool:
+        tile, chunk, warps = (64, 64, 4) if held <= 256 else (64, 128, 8) if held <= 512 else (16, 64, 8)
+    else:
+        tile, chunk, warps = (64, 64, 4) if terms <= 64 else (128, 32, 8) if terms <= 128 else (32, 64, 8)
+    if itemsize > 2:
+        tile, chunk = max(16, tile // 2), chunk // 2
+    # Large tiles that go on to terms take two turns even where one would do: ptxas 12.8, which comes with triton 3.6,
+    # makes code without turns read a register that nobody has written.
+    turns = 2 if following and tile >= WARPGROUP_TILE else 1
+    chunk = min(chunk, max(16, _power_of_2(channels) // turns))
+    while chunk > 16 and (terms + following) * chunk * itemsize > 2**16:
+        chunk //= 2
+    stages = min(3, max(2, 3 * 2**15 // ((terms + following) * chunk * itemsize)))
+    while _shared_bytes(tile, chunk, stages, terms, following, corners, itemsize) > shared:
+        if stages > 1:
+            stages -= 1
+        elif max(tile, chunk) > 16:
+            tile, chunk = (tile // 2, chunk) if tile >= chunk else (tile, chunk // 2)
+        else:
+            break
+    # Who does not go on to terms may leave other channels to others, but each opens its tile anew.
+    each = chunk if pixels <= FEW_PIXELS else -(-channels // chunk) * chunk
+    return Blocks(tile, chunk, each, warps, stages)
+
+
+def _shared_bytes(tile: int, chunk: int, stages: int, terms: int, following: int, corners: int, itemsize: int) -> int:
+    """Weights of the chunks under way, opened tiles, and what is about to be stored: as the compiler does it."""
+    stored = 0 if following else tile * chunk
+    return (stages * (terms + following) * chunk + corners * tile * terms + stored) * itemsize
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return int(getattr(properties, "shared_memory_per_block_optin", H200_SHARED))
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def aligned(size: int) -> int:
+    """Rounded up to what tensor cores take."""
+    return -(-size // ALIGNMENT) * ALIGNMENT

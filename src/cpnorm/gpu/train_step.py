@@ -1,0 +1,208 @@
+"""What the GPU kernels are called by: terms that stay where they are, and are renormalised or trained there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cpnorm.gpu import training_kernels
+from cpnorm.gpu.training_kernels import BLOCK, MIDDLE, RENEW, RENORMALIZE_WARPS, SHORT, TALL, TERMS
+
+
+class Renormalizer:
+    """``renormalize_terms`` for these tensors, which must stay where they are: float32, contiguous, on one GPU."""
+
+    def __init__(self, factors: Sequence[Tensor], lambdas: Sequence[Tensor]) -> None:
+        _expect_plain([*factors, *lambdas])
+        entries = []
+        for factor, scales in zip(factors, lambdas, strict=True):
+            size, rank = factor.shape
+            columns, _ = SHORT if size <= SHORT[1] else MIDDLE if size <= TALL[1] else TALL
+            entries += [(factor.data_ptr(), scales.data_ptr(), size, rank, at) for at in range(0, rank, columns)]
+        entries.sort(key=lambda entry: -entry[2])  # the tallest, which take longest, start first
+        self.table = torch.tensor(entries, dtype=torch.int64, device=factors[0].device)
+
+    def __call__(self) -> None:
+        """Unit columns again, everywhere, in one launch."""
+        tiny = torch.finfo(torch.float32).tiny
+        training_kernels.renormalize[(len(self.table),)](
+            self.table, tiny, *SHORT, *MIDDLE, *TALL, num_warps=RENORMALIZE_WARPS
+        )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How an optimizer moves a parameter by its gradient, and what it keeps of each parameter.
+
+    ``slots`` finds, for a parameter, the mean of its gradients and that of their squares (None where the rule keeps
+    none), its learning rate and its number of steps (None unless ``corrected``): float32, to stay where they are.
+    """
+
+    slots: Callable[[Tensor], tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]]
+    decay: float = 0.0
+    decoupled: bool = False  # the decay moves the parameter itself, not the gradient
+    beta1: float = 0.0  # how much of the mean of gradients stays; 0: there is none
+    rest1: float = 1.0  # how much of a new gradient is added
+    beta2: float | None = None  # how much of the mean of their squares stays; None: there is none
+    eps: float = 0.0
+    corrected: bool = False  # the means start from 0, and the rule makes up for it
+
+
+class TrainedTerms:
+    """The terms of several layers with unit columns: the two sides of their weights, and steps of an optimizer.
+
+    For each layer sigma (), lambdas (R,), a (O, R), b (I, R) and, for a 2-d convolution, k1 and k2; all float32 and
+    contiguous on one GPU, and to stay where they are. W = left @ right.mT, see above; both are of type ``dtype``.
+    """
+
+    def __init__(self, layers: Sequence[Sequence[Tensor]], dtype: torch.dtype, rule: Rule) -> None:
+        _expect_plain([term for layer in layers for term in layer])
+        self.layers, self.dtype, self.rule = layers, dtype, rule
+        self._kind = tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
+        self.device = layers[0][0].device
+        self.sides: list[tuple[Tensor, Tensor]] = []
+        self._kept: list[Tensor] = []  # what the table points to
+        self._steps: list[Tensor] = []
+        counts = [tuple(len(k) for k in kernels) or (1, 1) for _, _, _, _, *kernels in layers]
+        self._table = self._integers([self._entry(layer, n) for layer, n in zip(layers, counts, strict=True)])
+        self._padded = max(triton.next_power_of_2(n) for both in counts for n in both)
+        self._terms = self._integers(
+            [(i, 0, i, 0, at) for i, (_, lambdas, *_) in enumerate(layers) for at in range(0, len(lambdas), TERMS)]
+        )
+        self._renewed = self._programs([(i, side) for i in range(len(layers)) for side in (0, 1)], *RENEW[:2])
+        # Sides whose small factors are of one length are one launch.
+        self._groups: dict[int, list[tuple[int, int]]] = {}
+        for index, both in enumerate(counts):
+            for side, n in enumerate(both):
+                self._groups.setdefault(n, []).append((index, side))
+        self._moves = {n: self._programs(group, *BLOCK[:2]) for n, group in self._groups.items()}
+        # Of a linear layer one side is enough to know the gradient of the scales.
+        self._summed = {
+            n: [(i, side) for i, side in group if side == 0 or len(layers[i]) == 6] for n, group in self._groups.items()
+        }
+        self._totals = {n: self._programs(group, *BLOCK[:2]) for n, group in self._summed.items()}
+
+    def _entry(self, layer: Sequence[Tensor], counts: tuple[int, ...]) -> list[int]:
+        sigma, lambdas, a, b, *kernels = layer
+        rank, (n1, n2) = len(lambdas), counts
+        width = triton.cdiv(rank, 64) * 64  # tensor cores and cache lines both want round numbers
+        entry = [address for p in (lambdas, a, b, *kernels) for address in self._addresses(p)]
+        if not kernels:
+            ones = torch.ones_like(lambdas)
+            self._kept.append(ones)
+            entry += 2 * [ones.data_ptr(), 0, 0, 0]
+        entry += self._addresses(sigma)
+        steps = self._steps[-1].data_ptr() if self.rule.corrected else 0  # the same for all its parameters
+        entry += [steps, rank, width, 1 if kernels else 0]
+        entry += self._scratch([width] * 4)
+        rows = n1 * len(a), triton.cdiv(n2 * len(b), 8) * 8 if kernels else len(b)
+        if max(rows) * width >= 2**31:
+            raise ValueError(f"expected layers whose entries can be counted in 32 bits, got {max(rows)} x {width}")
+        left, right = torch.zeros(sum(rows), width, dtype=self.dtype, device=self.device).split(rows)
+        self.sides.append((left, right))
+        for side, big, steps_in_side, n in ((left, a, (n1, 1), n1), (right, b, (1, len(b)), n2)):
+            blocks = triton.cdiv(len(big), BLOCK[0])
+            entry += [side.data_ptr(), len(big), *steps_in_side, n]
+            entry += self._scratch([blocks * n * width, blocks * width, width])
+        return entry
+
+    def _scratch(self, sizes: list[int]) -> list[int]:
+        room = torch.zeros(sum(sizes), device=self.device)
+        self._kept.append(room)
+        return [part.data_ptr() for part in room.split(sizes)]
+
+    def _addresses(self, parameter: Tensor) -> list[int]:
+        first, second, rate, steps = self.rule.slots(parameter)
+        found = [tensor for tensor in (first, second, rate, steps) if tensor is not None]
+        _expect_plain(found)
+        self._kept += found
+        self._steps += [] if steps is None else [steps]
+        return [0 if tensor is None else tensor.data_ptr() for tensor in (parameter, first, second, rate)]
+
+    def _integers(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int64, device=self.device)
+
+    def _programs(self, group: Sequence[tuple[int, int]], rows: int, columns: int) -> Tensor:
+        found = []
+        for place, (index, side) in enumerate(group):
+            factor, width = self.layers[index][2 + side], self.sides[index][side].shape[1]
+            starts = [(row, at) for row in range(0, len(factor), rows) for at in range(0, width, columns)]
+            found += [(index, side, place, *start) for start in starts]
+        return self._integers(found)
+
+    def multiply(self) -> None:
+        """Fill ``sides`` from the terms as they are now."""
+        self._renew(normalize=False)
+
+    def _renew(self, *, normalize: bool) -> None:
+        *shape, warps = RENEW
+        training_kernels.renew[len(self._renewed),](
+            self._table, self._renewed, self._kind, normalize, *shape, num_warps=warps
+        )
+
+    def weight(self, index: int) -> Tensor:
+        """W (O, I, k1, k2), channels last, or (O, I), from ``sides``."""
+        left, right = self.sides[index]
+        _, _, a, b, *kernels = self.layers[index]
+        if not kernels:
+            return left @ right.mT
+        n1, n2 = (len(k) for k in kernels)
+        return (left @ right.mT)[:, : n2 * len(b)].reshape(len(a), n1, n2, len(b)).permute(0, 3, 1, 2)
+
+    def side_gradients(self, index: int, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """From that of W to those of ``sides``; the second takes the place of the right side, which has had its use."""
+        left, right = self.sides[index]
+        matrix = gradient
+        if gradient.ndim == 4:
+            tensor = gradient.permute(0, 2, 3, 1)  # (O, k1, k2, I)
+            if len(right) == tensor[0, 0].numel():
+                matrix = tensor.reshape(len(left), len(right))
+            else:
+                matrix = gradient.new_zeros(len(left), len(right))
+                matrix[:, : tensor[0, 0].numel()].unflatten(1, tensor.shape[2:]).copy_(tensor.flatten(0, 1))
+        d_left = matrix @ right
+        return d_left, torch.mm(matrix.mT, left, out=right)
+
+    def train(self, d_sides: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """A step by these gradients of ``sides``, unit columns again, and ``sides`` for the next step."""
+        rule = self.rule
+        beta2 = 0.0 if rule.beta2 is None else rule.beta2
+        numbers = (rule.decay, rule.beta1, rule.rest1, beta2, 1 - beta2, rule.eps)
+        logs = tuple(math.log2(beta) if beta else 0.0 for beta in (rule.beta1, beta2))
+        kind = (rule.beta1 > 0, rule.beta2 is not None, rule.decoupled, rule.corrected)
+        tiny = torch.finfo(torch.float32).tiny
+        if self._steps:
+            torch._foreach_add_(self._steps, 1.0)
+
+        def gradients(group: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
+            return tuple(d_sides[index][side].contiguous() for index, side in group)
+
+        rows, columns, warps = BLOCK
+        for n, programs in self._totals.items():
+            ds = gradients(self._summed[n])
+            training_kernels.totals[len(programs),](self._table, programs, ds, n, rows, columns, num_warps=warps)
+        grid, of_terms = (len(self._terms),), (self._table, self._terms)
+        rest = (numbers, logs, tiny, kind, self._padded, rows, TERMS)
+        training_kernels.radials[grid](*of_terms, self._padded, rows, TERMS)
+        for n, programs in self._moves.items():
+            ds = gradients(self._groups[n])
+            training_kernels.move[len(programs),](
+                self._table, programs, ds, numbers, logs, kind, n, rows, columns, num_warps=warps
+            )
+        training_kernels.finish[grid](*of_terms, *rest)
+        self._renew(normalize=True)
+
+
+def _expect_plain(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        within_reach = tensor.is_cuda or triton.knobs.runtime.interpret
+        if not (within_reach and tensor.dtype == torch.float32 and tensor.is_contiguous()):
+            raise ValueError(f"expected contiguous float32 tensors on a GPU, got {tensor.dtype} on {tensor.device}")
+        if tensor.ndim and tensor.data_ptr() % 16:
+            raise ValueError("expected tensors that begin at a multiple of 16 bytes")

@@ -1,0 +1,93 @@
+"""``cpnorm data``: get the data sets, check them, see where they lie."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from cpnorm.lab.cli.options import DataDir, Json
+from cpnorm.lab.cli.run_command import DONE, FAILED, messages, print_json
+
+app = typer.Typer(help="The data sets: get them, check them, see where they lie.")
+
+
+@app.callback(invoke_without_command=True)
+def overview(context: typer.Context) -> None:
+    """What comes before any command."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def get(
+    name: Annotated[str, typer.Argument(help="mnist, cifar10, svhn or digits")],
+    data_dir: DataDir = None,
+    address: Annotated[str | None, typer.Option(help="another place that has the files, such as a mirror")] = None,
+    as_json: Json = False,
+) -> None:
+    """Download a data set, go on where it broke off, and check it."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    from cpnorm.lab.data import download
+
+    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    console = messages()
+    with Progress(*columns, console=console, disable=as_json or not console.is_terminal) as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(file: str, done: int, total: int) -> None:
+            if file not in tasks:
+                tasks[file] = bars.add_task(file, total=total)
+            bars.update(tasks[file], completed=done)
+
+        paths = download.get(name, data_dir, progress=show, address=address)
+    if as_json:
+        print_json({"name": name, "files": [str(path) for path in paths]})
+    else:
+        typer.echo("\n".join(map(str, paths)) or f"{name} come with scikit-learn: there is nothing to download")
+
+
+@app.command()
+def check(
+    names: Annotated[list[str] | None, typer.Argument(help="data sets; else all that are there")] = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> int:
+    """Read data sets and compare every pixel and label with the official ones."""
+    from cpnorm.lab.data import images
+
+    found = []
+    for name in names or images.NAMES:
+        try:
+            found.append(images.check(name, data_dir))
+        except images.DataNotFoundError:
+            if names:
+                raise
+    if as_json:
+        print_json([{"name": c.name, "folder": c.folder and str(c.folder), "genuine": c.genuine} for c in found])
+    else:
+        for c in found:
+            verdict = "as published" if c.genuine else "NOT as published"
+            typer.echo(f"{c.name}: {c.train:,} + {c.test:,} images in {c.folder or 'scikit-learn'}, {verdict}")
+    return DONE if all(c.genuine for c in found) else FAILED
+
+
+@app.command()
+def where(data_dir: DataDir = None, as_json: Json = False) -> None:
+    """The folders that are searched, and which data set was found where."""
+    from cpnorm.lab.data import images
+
+    folders = images.data_folders(data_dir)
+    places: dict[str, str | None] = {"digits": "scikit-learn"}
+    for name in images.NAMES[1:]:
+        try:
+            places[name] = str(images.find(name, data_dir)[0])
+        except images.DataNotFoundError:
+            places[name] = None
+    if as_json:
+        print_json({"searched": [str(folder) for folder in folders], "found": places})
+    else:
+        typer.echo(f"searched in this order: {', '.join(map(str, folders))}")
+        for name, place in places.items():
+            typer.echo(f"{name}: {place or f'not found; cpnorm data get {name}'}")

@@ -1,0 +1,385 @@
+"""The command line: each command reads its options, calls the lab, and shows what came of it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from cpnorm.lab.cli import data
+from cpnorm.lab.cli.options import (
+    Checkpoints,
+    Compile,
+    DataDir,
+    Device,
+    Json,
+    Mlflow,
+    Run,
+    TensorBoard,
+    TimeLimit,
+    Wandb,
+    changed,
+    parse_rank,
+    parse_seconds,
+    said_yes,
+    takes_settings,
+)
+from cpnorm.lab.cli.run_command import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    STOPPED,
+    announce_warnings,
+    carry_out,
+    messages,
+    print_json,
+)
+from cpnorm.lab.cli.watch import Watch, duration
+from cpnorm.lab.paper import beyond
+from cpnorm.lab.paper import tables as paper
+from cpnorm.lab.training.config import Config
+
+# What trains, and everything that imports it, is imported inside the commands: help and completion are quick without.
+if TYPE_CHECKING:
+    from cpnorm.lab.training.runs import RunFolder
+    from cpnorm.lab.training.trainer import Trainer
+
+EXTRAS = {"onnx": "onnx", "onnxscript": "onnx", "onnxruntime": "onnx", "tensorboard": "tensorboard", "ray": "ray"}
+EXTRAS |= {"wandb": "wandb", "mlflow": "mlflow"}
+
+app = typer.Typer(
+    help="Neural networks in canonical form: train them, compress them by truncation, reproduce the paper.",
+    epilog="Exit codes: 0 done · 1 an error, told in one sentence · 2 wrong usage · 3 the training diverged · "
+    "75 stopped by a signal or the time limit, and saved: the same command goes on · 130 interrupted, nothing saved.",
+    pretty_exceptions_enable=False,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; every error ends here, as one sentence and an exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    try:
+        code = app([word for word in words if word != "--debug"], prog_name="cpnorm", standalone_mode=False)
+    except typer.Abort:
+        code = INTERRUPTED
+    except Exception as error:
+        if debug:
+            raise
+        messages().print(f"cpnorm: {escape(sentence(error))}", soft_wrap=True)
+        return getattr(error, "exit_code", FAILED)
+    if code == INTERRUPTED:
+        messages().print("cpnorm: interrupted")
+    return code or DONE
+
+
+def sentence(error: Exception) -> str:
+    """What went wrong, and what to do about it where that is known."""
+    text = " ".join(str(error).split())
+    if hasattr(error, "format_message"):  # typer's own: wrong usage
+        context = getattr(error, "ctx", None)
+        return f"{error.format_message()} (see {context.command_path if context else 'cpnorm'} --help)"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        if package == "cpnorm":
+            return f"this version of cpnorm has no {error.name.rpartition('.')[2]}"
+        return f"this needs {package}, which is not installed: pip install 'cpnorm[{EXTRAS.get(package, 'lab')}]'"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, ValueError | OSError | ImportError) or type(error).__module__.startswith("cpnorm."):
+        return text
+    return f"{type(error).__name__}: {text} (--debug shows where)"
+
+
+@app.callback(invoke_without_command=True)
+def overview(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="the version, and nothing else")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="errors with their traceback; may stand anywhere")] = False,
+) -> None:
+    """What comes before any command."""
+    if version:
+        from cpnorm._version import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="folder for the page and the runs")] = Path("demo"),
+    seed: Annotated[int, typer.Option(help="seed of everything random")] = 0,
+    as_json: Json = False,
+) -> int:
+    """The whole story on embedded digits, in a minute or two: train, truncate, fine-tune, compare, draw."""
+    from cpnorm.lab.cli.demo import run_demo
+
+    story = run_demo(out, seed, messages(), silent=as_json)
+    if story is None:
+        return STOPPED
+    if as_json:
+        print_json(story.to_json())
+    else:
+        Console().print(story.table())
+        typer.echo(f"the story with its pictures: {story.page}")
+    return DONE
+
+
+app.add_typer(data.app, name="data")
+
+
+@app.command()
+@takes_settings()
+def train(
+    out: Annotated[Path | None, typer.Option(help="folder of the run; else one below runs/ by its settings")] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="start from a row of the paper or of ours: cifar10/cp-sgd, beyond-cifar10/low-rank-140k"),
+    ] = None,
+    data_dir: DataDir = None,
+    device: Device = None,
+    compile: Compile = True,
+    checkpoint_every: Checkpoints = 60.0,
+    time_limit: TimeLimit = None,
+    tensorboard: TensorBoard = False,
+    wandb: Wandb = False,
+    mlflow: Mlflow = False,
+    as_json: Json = False,
+    **settings: Any,
+) -> int:
+    """Train a network. Stopped or killed, the same command goes on where it was; finished, it shows the result."""
+    config = changed(preset_config(preset) if preset else Config(), settings)
+    out = out or Path("runs", f"{config.data}-{config.model}-{config.norm}-{config.optimizer}", f"seed-{config.seed}")
+
+    def start(folder: RunFolder, watch: Watch) -> Trainer:
+        from cpnorm.lab.data.images import load
+        from cpnorm.lab.training.trainer import Options, Trainer
+
+        options = Options(device, compile, checkpoint_every, data_dir)
+        data, resumes = load(config.data, data_dir), folder.has_checkpoint()
+        return Trainer(config, data, options, progress=watch.preparing, resumes=resumes)
+
+    log_to = said_yes(tensorboard=tensorboard, wandb=wandb, mlflow=mlflow)
+    return carry_out(out, config, start, time_limit=time_limit, log_to=log_to, as_json=as_json)
+
+
+def preset_config(key: str) -> Config:
+    """The training of a row of the paper, or of one of our own."""
+    own = {row.key: row for row in beyond.rows()}
+    try:
+        row = own.get(key) or paper.row(key)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if row.starts_from:
+        raise typer.BadParameter(f"{key} compresses the runs of {row.starts_from}: train that, then cpnorm compress")
+    return row.config
+
+
+@app.command()
+@takes_settings("optimizer", "lr", "momentum", "weight_decay", "schedule", "warmup", "epochs", "batch_size", "seed")
+def compress(
+    run: Run,
+    out: Annotated[Path, typer.Option(help="folder of the new run")],
+    rate: Annotated[float | None, typer.Option(help="share of its terms every layer loses")] = None,
+    ranks: Annotated[str | None, typer.Option(help='terms a layer keeps: 64, or JSON {"features.3": 64, …}')] = None,
+    params: Annotated[int | None, typer.Option(help="weights the network may keep")] = None,
+    flops: Annotated[int | None, typer.Option(help="FLOPs an image may cost")] = None,
+    energy: Annotated[float | None, typer.Option(help="share of the layers' energy to keep, such as 0.99")] = None,
+    loss: Annotated[float | None, typer.Option(help="how much the loss on training images may grow by the cut")] = None,
+    criterion: Annotated[str, typer.Option(help="what a term is worth: lambda, gram or taylor")] = "lambda",
+    refit: Annotated[str, typer.Option(help="what kept terms take over: none, lambdas, als or outputs")] = "none",
+    images: Annotated[int, typer.Option(min=0, help="training images to look at while cutting")] = 0,
+    layer: Annotated[list[str] | None, typer.Option(help="cut this layer only; may be repeated")] = None,
+    data_dir: DataDir = None,
+    device: Device = None,
+    compile: Compile = True,
+    checkpoint_every: Checkpoints = 60.0,
+    time_limit: TimeLimit = None,
+    tensorboard: TensorBoard = False,
+    wandb: Wandb = False,
+    mlflow: Mlflow = False,
+    as_json: Json = False,
+    **settings: Any,
+) -> int:
+    """Cut terms away from a trained network under one budget, and fine-tune it: 20 epochs unless said otherwise.
+
+    Settings not given are those of the run. Stopped or killed, the same command goes on where it was.
+    """
+    from cpnorm.lab.training import compression
+    from cpnorm.lab.training.runs import RunFolder
+
+    source = RunFolder(run)
+    config = changed(source.config().replace(epochs=20), settings)
+    kept: Any = parse_rank(ranks) if ranks else None
+    layers = tuple(layer) if layer else None
+    cut = compression.Cut(rate, kept, params, flops, energy, loss, criterion, refit, images, layers)
+
+    def start(folder: RunFolder, watch: Watch) -> Trainer:
+        from cpnorm.lab.data.images import load
+        from cpnorm.lab.training.trainer import Options
+
+        options = Options(device, compile, checkpoint_every, data_dir)
+        return compression.start(source, folder, cut, config, load(config.data, data_dir), options)
+
+    what = compression.identity(source, cut)
+    log_to = said_yes(tensorboard=tensorboard, wandb=wandb, mlflow=mlflow)
+    return carry_out(out, config, start, extra=what, time_limit=time_limit, log_to=log_to, as_json=as_json)
+
+
+@app.command()
+def evaluate(run: Run, data_dir: DataDir = None, device: Device = None, as_json: Json = False) -> None:
+    """Loss and accuracy of a trained network on the test set."""
+    from cpnorm.lab.data.images import load
+    from cpnorm.lab.training.compression import trained_network
+    from cpnorm.lab.training.runs import RunFolder
+    from cpnorm.lab.training.trainer import Options, Trainer
+
+    folder = RunFolder(run)
+    config, model = folder.config(), trained_network(folder)
+    trainer = Trainer(config, load(config.data, data_dir), Options(device), model=model)
+    loss, accuracy = trainer.evaluate(trainer.data.test_images, trainer.data.test_labels)
+    if as_json:
+        print_json({"run": str(run), "test_loss": loss, "test_accuracy": accuracy, "weights": trainer.weights})
+    else:
+        images = f"{len(trainer.data.test_labels):,} test images of {config.data}"
+        typer.echo(f"{accuracy:.2f} % of {images}, loss {loss:.4f}, {trainer.weights:,} weights")
+
+
+@app.command(name="inspect")
+def inspect_run(
+    run: Run,
+    plots: Annotated[Path | None, typer.Option(help="draw pictures into this folder")] = None,
+    svg: Annotated[bool, typer.Option("--svg", help="pictures as SVG instead of PNG")] = False,
+    as_json: Json = False,
+) -> None:
+    """Layers, ranks and weights of a run, its λ spectrum and histogram, and the way of σ and λ through training."""
+    from cpnorm.lab.cli import inspect
+
+    found = inspect.inspect(run)
+    drawn = inspect.draw(found, plots, "svg" if svg else "png") if plots else []
+    if as_json:
+        print_json({**found.to_json(), "pictures": [str(path) for path in drawn]})
+        return
+    console = Console()
+    console.print(inspect.result_table(found))
+    if found.summary:
+        console.print(inspect.layer_table(found))
+        console.print(inspect.lambda_table(found))
+    for path in drawn:
+        typer.echo(str(path))
+
+
+@app.command()
+def export(
+    run: Run,
+    onnx: Annotated[Path | None, typer.Option(help="write an ONNX file")] = None,
+    torch: Annotated[Path | None, typer.Option(help="write a torch.export program, .pt2")] = None,
+    factorize: Annotated[bool, typer.Option("--factorize", help="small plain layers where these are faster")] = False,
+    goal: Annotated[str | None, typer.Option(help="of small layers: time, or weights, few of them")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a trained network for other programs, in plain layers: nothing of cpnorm is needed to run it."""
+    from cpnorm.lab.training.compression import export_network
+
+    if not (onnx or torch):
+        raise typer.BadParameter("expected --onnx FILE or --torch FILE, got neither")
+    if goal not in (None, "time", "weights"):
+        raise typer.BadParameter(f"expected --goal time or weights, got {goal}")
+    goal = goal or ("time" if factorize else None)  # a goal alone asks for small layers too
+    result = export_network(run, onnx=onnx, program=torch, goal=cast(Any, goal))
+    if as_json:
+        print_json(result)
+        return
+    for file in result["files"]:
+        typer.echo(f"{file}: {result['weights']:,} weights, input {result['input']}")
+    if goal != "weights" and result["weights"] > 1.1 * result["weights_of_run"]:
+        typer.echo(f"the run has {result['weights_of_run']:,}: --goal weights keeps layers small")
+
+
+@app.command()
+def reproduce(
+    tables: Annotated[list[str] | None, typer.Argument(help="tables or rows; else all of the paper's tables")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="runs of each row, with the seeds 0, 1, …")] = 8,
+    results: Annotated[Path, typer.Option(help="folder of the records")] = Path("results"),
+    work: Annotated[Path, typer.Option(help="folder of checkpoints and networks")] = Path("work"),
+    at_once: Annotated[int, typer.Option(min=1, help="seeds of a row that share the device")] = 8,
+    engine: Annotated[str, typer.Option(help="local, or ray: the cluster of $RAY_ADDRESS, or this machine")] = "local",
+    wait: Annotated[bool, typer.Option("--wait", help="stay to take over runs of other processes that die")] = False,
+    checkpoint_every: Checkpoints = 60.0,
+    time_limit: TimeLimit = None,
+    data_dir: DataDir = None,
+    device: Device = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="say what is missing, run nothing")] = False,
+    as_json: Json = False,
+) -> int:
+    """Run what is missing of the paper's tables; stops and goes on at any time, and several may work side by side."""
+    from cpnorm.lab.paper import rank_tables
+    from cpnorm.lab.paper import reproduce as lab
+    from cpnorm.lab.training.trainer import Options, Stop
+
+    if engine not in ("local", "ray"):
+        raise typer.BadParameter(f"expected --engine local or ray, got {engine}")
+    console, keys = messages(), tables or []
+    announce_warnings(console)
+
+    def announce(text: str) -> None:
+        if not as_json:
+            console.print(text, markup=False, soft_wrap=True)
+
+    if dry_run:
+        left = lab.missing_jobs(keys, range(seeds), lab.Results(results))
+    else:
+        limit = parse_seconds(time_limit) if time_limit else None
+        stop = Stop(None if limit is None else time.monotonic() + limit)
+        run: Callable[..., list[lab.Job]] = partial(lab.reproduce, wait=wait)
+        if engine == "ray":
+            from cpnorm.lab.paper.ray_engine import reproduce_on_ray as run
+        left = run(
+            keys,
+            seeds=range(seeds),
+            results=results,
+            work=work,
+            options=Options(device, checkpoint_every=checkpoint_every, data_dir=data_dir),
+            at_once=at_once,
+            time_limit=limit,
+            announce=announce,
+        )
+        if not left:  # ranks need no GPU, which may be lent for a while only
+            rank_tables.estimate_ranks(keys, results, stop=stop, announce=announce)
+    ranks = rank_tables.missing_ranks(keys, lab.Results(results))
+    layers = [f"{table}/{layer.layer}" for table, missing in ranks.items() for layer in missing]
+    if as_json:
+        runs = [{"row": job.row.key, "seed": job.seed} for job in left]
+        print_json({"missing": runs + [{"row": layer, "seed": 0} for layer in layers]})
+    else:
+        again = lab.networks_again(left, lab.Results(results).done(), work)
+        work_left = duration(sum(lab.expected_seconds(job) for job in (*left, *again)))
+        typer.echo(f"{len(left)} runs are missing, about {work_left} on one H200" if left else "no run is missing")
+        if again:
+            names = ", ".join(map(str, again))
+            typer.echo(f"which counts that networks they start from are not in {work} and are trained again: {names}")
+        if layers:
+            typer.echo(f"the ranks of {len(layers)} layers are missing, which take minutes on a CPU")
+    return STOPPED if (left or layers) and not dry_run else DONE
+
+
+@app.command()
+def report(
+    results: Annotated[Path, typer.Argument(help="folder of the records")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="the page to write")] = Path("report.html"),
+    data_dir: DataDir = None,
+) -> None:
+    """One self-contained page of all results beside the paper's, and README.md with figures in their folder."""
+    from cpnorm.lab.report import write_markdown, write_report
+
+    typer.echo(str(write_report(results, out, data_dir)))
+    typer.echo(str(write_markdown(results, results / "README.md", data_dir)))

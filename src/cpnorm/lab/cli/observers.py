@@ -1,0 +1,120 @@
+"""Where the epochs of a run are told to others: TensorBoard, Weights & Biases, MLflow.
+
+An observer is called with the trainer and the line of each finished epoch. Each of these makes what it needs at the
+first one, so that a run that goes on in a new process goes on there too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import cpnorm
+
+if TYPE_CHECKING:
+    from cpnorm.lab.training.trainer import Observer, Trainer
+
+
+def scalars(line: dict[str, Any]) -> dict[str, float]:
+    """The numbers of an epoch, sigma and the quartiles of |lambda| of every layer among them."""
+    numbers = {key: value for key, value in line.items() if isinstance(value, float)}
+    for name, layer in line["layers"].items():
+        low, first, median, third, high = layer["lambda_size_quartiles"]
+        numbers |= {f"rank/{name}": float(layer["rank"]), f"sigma/{name}": layer["sigma"]}
+        numbers |= {f"lambda min/{name}": low, f"lambda quarter/{name}": first, f"lambda median/{name}": median}
+        numbers |= {f"lambda three quarters/{name}": third, f"lambda max/{name}": high}
+    return numbers
+
+
+def distributions(trainer: Trainer) -> dict[str, Tensor]:
+    """All sigmas together, and the lambdas of each canonical layer."""
+    layers = cpnorm.canonical_layers(trainer.model)
+    found = {f"lambda/{name}": layer.lambdas.detach().float().cpu() for name, layer in layers.items()}
+    if layers:
+        found["sigma"] = torch.stack([layer.sigma.detach().float().cpu() for layer in layers.values()])
+    return found
+
+
+def tensorboard(folder: Path) -> Observer:
+    """Writes RUN/tensorboard; what a killed run wrote too much of is overwritten."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer: SummaryWriter | None = None
+
+    def write(trainer: Trainer, line: dict[str, Any]) -> None:
+        nonlocal writer
+        epoch = line["epoch"]
+        writer = writer or SummaryWriter(str(folder / "tensorboard"), purge_step=epoch)
+        for key, value in scalars(line).items():
+            writer.add_scalar(key, value, epoch)
+        for key, values in distributions(trainer).items():
+            writer.add_histogram(key, values, epoch)
+        writer.flush()
+
+    return write
+
+
+def wandb(folder: Path) -> Observer:
+    """Logs to Weights & Biases as that is set up (WANDB_MODE=offline: into RUN/wandb); a folder is one run there."""
+    import wandb as api
+
+    run: Any = None
+
+    def write(trainer: Trainer, line: dict[str, Any]) -> None:
+        nonlocal run
+        config = trainer.config.to_json()
+        project = os.environ.get("WANDB_PROJECT", "cpnorm")
+        run = run or api.init(
+            project=project, name=folder.name, id=_identity(folder), resume="allow", dir=str(folder), config=config
+        )
+        histograms = {key: api.Histogram(values.numpy()) for key, values in distributions(trainer).items()}
+        run.log({**scalars(line), **histograms}, step=line["epoch"])
+        if trainer.finished:
+            run.finish()
+
+    return write
+
+
+def mlflow(folder: Path) -> Observer:
+    """Logs to MLflow as that is set up (MLFLOW_TRACKING_URI); a folder is one run there. It has no histograms."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient()
+    run = ""
+
+    def write(trainer: Trainer, line: dict[str, Any]) -> None:
+        nonlocal run
+        run = run or _mlflow_run(client, folder, trainer.config.to_json())
+        for key, value in scalars(line).items():
+            client.log_metric(run, key, value, step=line["epoch"])
+        if trainer.finished:
+            client.set_terminated(run)
+
+    return write
+
+
+def _mlflow_run(client: Any, folder: Path, config: dict[str, Any]) -> str:
+    """The run of this folder, made at its first epoch."""
+    experiment = client.get_experiment_by_name("cpnorm")
+    number = experiment.experiment_id if experiment else client.create_experiment("cpnorm")
+    identity = _identity(folder)
+    if found := client.search_runs([number], f"tags.folder = '{identity}'"):
+        return str(found[0].info.run_id)
+    run = client.create_run(number, run_name=folder.name, tags={"folder": identity}).info.run_id
+    for key, value in config.items():
+        client.log_param(run, key, value)
+    return str(run)
+
+
+def _identity(folder: Path) -> str:
+    """The same for the same folder on the same machine: a run that goes on is found again."""
+    return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+
+
+OBSERVERS: dict[str, Callable[[Path], Observer]] = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow}

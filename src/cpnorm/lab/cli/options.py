@@ -1,0 +1,156 @@
+"""Options of the commands: every field of Config by its name, type and default, and those several commands share."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import typer
+
+from cpnorm.lab.training.config import Config, Rank
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+Run = Annotated[Path, typer.Argument(help="the folder of a run", metavar="RUN")]
+Json = Annotated[bool, typer.Option("--json", help="the result as JSON on standard output, and nothing else there")]
+DataDir = Annotated[Path | None, typer.Option(help="where the data lie; else in $CPNORM_DATA, then the user's cache")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; else a GPU if there is one")]
+Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="compile and capture the step on a GPU")]
+Checkpoints = Annotated[float, typer.Option(help="seconds between two checkpoints")]
+TimeLimit = Annotated[str | None, typer.Option(help="save and stop after this long: 90s, 9m, 1h30m")]
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="log to RUN/tensorboard as well")]
+Wandb = Annotated[bool, typer.Option("--wandb", help="log to Weights & Biases as well")]
+Mlflow = Annotated[bool, typer.Option("--mlflow", help="log to MLflow as well")]
+
+HELP = {
+    "model": "the network",
+    "width": "every layer but the last this many times as wide as the paper's",
+    "data": "the data set",
+    "norm": "normalisation: none, weight normalisation, canonical, or the low-rank form of Tai et al.",
+    "init": "what the canonical form starts from",
+    "lambdas": "what the λ start from",
+    "rank": 'terms per layer: 64, a share of the exact rank such as 0.25, exact, paper, or JSON {"features.3": 571, …}',
+    "skip": "a layer that stays plain, by name or pattern; may be repeated",
+    "modes": "keep the tensor structure of the flattened input in the linear layer behind the flatten",
+    "renormalize": "make the vectors unit vectors again after every step",
+    "optimizer": "the optimizer",
+    "lr": "learning rate",
+    "equal_angles": "learning rates by which vectors of all lengths turn by the same angle",
+    "momentum": "momentum of SGD and RMSProp",
+    "weight_decay": "weight decay",
+    "lambda_l1": "weight of λ's 1-norm over its 2-norm in the loss, which drives terms towards zero",
+    "label_smoothing": "label smoothing",
+    "dropout": "use the dropout layers of the network",
+    "schedule": "course of the learning rate",
+    "warmup": "epochs of linear warm-up",
+    "epochs": "epochs",
+    "batch_size": "images a step; the last step of an epoch takes what is left",
+    "drop_last": "leave out what is left: an epoch ends with its last whole batch",
+    "seed": "seed of everything random",
+    "precision": "arithmetic; auto: bf16 on a GPU, fp32 elsewhere",
+    "augment": "augmentation; auto: crop and flip for CIFAR-10 and SVHN, none else",
+    "validation": "training images held out for choosing",
+    "early_stopping": "stop after this many epochs without a better validation (or training) loss; 0: never",
+}
+NETWORK = ("model", "width", "data", "norm", "init", "lambdas", "rank", "skip", "modes", "renormalize", "dropout")
+
+
+def takes_settings(*names: str) -> Callable[[Command], Command]:
+    """Give a command that takes ``**settings`` an option for each of these fields; none named: for all."""
+    hints = get_type_hints(Config)
+    fields = [field for field in dataclasses.fields(Config) if not names or field.name in names]
+
+    def decorate(command: Command) -> Command:
+        parameters = inspect.signature(command, eval_str=True).parameters.values()
+        own = [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        options = [_option(field, hints[field.name], show_default=not names) for field in fields]
+        command.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def _option(field: dataclasses.Field[Any], hint: Any, show_default: bool) -> inspect.Parameter:
+    flag = "--" + field.name.replace("_", "-")
+    kind: Any = hint
+    if get_origin(hint) is Literal:
+        kind = _choice(field.name, get_args(hint))
+    elif field.name == "rank":
+        kind = str
+    elif field.name == "skip":
+        kind = list[str]
+    option = typer.Option(
+        f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
+        help=HELP[field.name],
+        show_default=str(field.default) if show_default and field.default != () else False,
+        rich_help_panel="The network and its data" if field.name in NETWORK else "The training",
+    )
+    # The default is None for "not said": then a preset, or the run that is compressed, speaks.
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
+
+
+def _choice(name: str, values: tuple[str, ...]) -> Any:
+    make: Any = Enum
+    return make(name, {value: value for value in values}, type=str)
+
+
+def changed(config: Config, settings: Mapping[str, Any]) -> Config:
+    """The config with the settings that were said."""
+    said = {name: value for name, value in settings.items() if value not in (None, [])}
+    plain = {name: value.value if isinstance(value, Enum) else value for name, value in said.items()}
+    if "rank" in plain:
+        plain["rank"] = parse_rank(plain["rank"])
+    try:
+        return config.replace(**plain)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def said_yes(**flags: bool) -> list[str]:
+    """The names of the flags that were given."""
+    return [name for name, given in flags.items() if given]
+
+
+def parse_rank(text: str) -> Rank:
+    """A rank as it is typed.
+
+    >>> parse_rank("64"), parse_rank(".25"), parse_rank("exact"), parse_rank('{"features.3": 571}')
+    (64, 0.25, 'exact', {'features.3': 571})
+    """
+    if text in ("exact", "paper"):
+        return text
+    try:
+        rank = json.loads(text) if text.lstrip().startswith("{") else int(text) if text.isdigit() else float(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"expected a rank such as 64, 0.25, exact, paper or a JSON object, got {text!r}"
+        ) from None
+    return rank
+
+
+def parse_seconds(text: str) -> float:
+    """A length of time as it is typed: 90, 45s, 9m, 1h30m.
+
+    >>> parse_seconds("9m"), parse_seconds("1h30m"), parse_seconds("90")
+    (540.0, 5400.0, 90.0)
+    """
+    units = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
+    seconds, number = 0.0, ""
+    try:
+        for letter in text + ("s" if text[-1:] not in units else ""):
+            if letter in units:
+                seconds, number = seconds + units[letter] * float(number), ""
+            else:
+                number += letter
+    except ValueError:
+        raise typer.BadParameter(f"expected a time such as 90s, 9m or 1h30m, got {text!r}") from None
+    if not 0 < seconds < float("inf"):
+        raise typer.BadParameter(f"expected a time > 0, got {text!r}")
+    return seconds

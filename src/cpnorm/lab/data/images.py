@@ -1,0 +1,287 @@
+"""The data sets as uint8 tensors on the training device, where normalisation, crop and flip happen in batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import operator
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import Dataset, IterableDataset
+
+from cpnorm.lab.data.official import LAYOUTS, Layout, Split
+
+NAMES = ("digits", *LAYOUTS)
+
+CLASSES = {
+    **dict.fromkeys(("digits", "mnist", "svhn"), tuple("0123456789")),
+    "cifar10": ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+}
+STATISTICS = {  # mean and standard deviation per channel, in pixel values from 0 to 255
+    "digits": ((77.8,), (82.8,)),
+    "mnist": ((0.1307 * 255,), (0.3081 * 255,)),
+    "cifar10": ((125.3, 123.0, 113.9), (63.0, 62.1, 66.7)),
+    "svhn": ((111.6, 113.2, 120.6), (50.5, 51.3, 50.2)),
+}
+SHA256 = {  # of the pixels (N, H, W, C) and labels of the training set, then of the test set, all as bytes
+    "digits": "270629c761cdfa7e8a0321fd5bd4b859cfb061228d28b39869042f8b07f28250",
+    "mnist": "06b0d1f124c4e5fa796686ade41a9b778edacc8622f2195a352ef479ad44fc16",
+    "cifar10": "80387ddb9a0edf3fc4a964ee3770296169bb26a651050df20035579673099660",
+    "svhn": "4b22c697c68bcc68514f10e898db9bcf210a4220b2bdc86db8a51b2aa2e898a2",
+}
+PADDING = 4  # pixels around an image before it is cropped to its old size
+
+Augmentation = Literal["none", "crop", "crop-flip"]
+
+
+class DataNotFoundError(FileNotFoundError):
+    """A data set lies in none of the folders; the message says which files were looked for and how to get them."""
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSet:
+    """A data set that is whole, in memory and on one device; mean and std are in pixel values.
+
+    >>> digits = load("digits")
+    >>> tuple(digits.train_images.shape), tuple(digits.test_images.shape)
+    ((1442, 1, 28, 28), (355, 1, 28, 28))
+    """
+
+    name: str
+    train_images: Tensor  # (N, C, H, W) uint8
+    train_labels: Tensor  # (N,) int64
+    test_images: Tensor
+    test_labels: Tensor
+    mean: tuple[float, ...]  # (C,)
+    std: tuple[float, ...]
+    classes: tuple[str, ...]
+
+    def to(self, device: torch.device | str) -> ImageSet:
+        """The same set on another device."""
+        return dataclasses.replace(
+            self,
+            train_images=self.train_images.to(device),
+            train_labels=self.train_labels.to(device),
+            test_images=self.test_images.to(device),
+            test_labels=self.test_labels.to(device),
+        )
+
+    def split_validation(self, count: int, seed: int = 0) -> tuple[ImageSet, Tensor, Tensor]:
+        """The set without ``count`` of its training images, and these images and labels: every class in proportion."""
+        labels = self.train_labels.cpu()
+        if not 0 <= count < len(labels):
+            raise ValueError(f"expected 0 to {len(labels) - 1} validation images of {self.name}, got {count}")
+        shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+        grouped = shuffled[labels[shuffled].argsort(stable=True)]  # by class, in random order within each
+        sizes = labels.bincount()
+        place = torch.arange(len(labels)) - (sizes.cumsum(0) - sizes)[labels[grouped]]
+        share = (place + 0.5) / sizes[labels[grouped]]  # the k-th image of a class stands at (k + 1/2) / size of it
+        order = grouped[share.argsort(stable=True)].to(self.train_labels.device)
+        held, kept = order[:count], order[count:].sort().values  # without validation images the old order stays
+        rest = dataclasses.replace(self, train_images=self.train_images[kept], train_labels=self.train_labels[kept])
+        return rest, self.train_images[held], self.train_labels[held]
+
+
+# Where the sets lie ---------------------------------------------------------------------------------------------------
+
+
+def load(name: str, data_dir: str | Path | None = None) -> ImageSet:
+    """A data set by name, from the first folder that has it: ``data_dir``, ``$CPNORM_DATA``, the user's cache."""
+    if name == "digits":
+        train, test = embedded_digits()
+    else:
+        folder, layout = find(name, data_dir)
+        train, test = layout.read(folder)
+    train_images, train_labels, test_images, test_labels = map(torch.from_numpy, (*train, *test))
+    mean, std = STATISTICS[name]
+    return ImageSet(name, train_images, train_labels, test_images, test_labels, mean, std, CLASSES[name])
+
+
+def find(name: str, data_dir: str | Path | None = None) -> tuple[Path, Layout]:
+    """The folder that has the official files of a data set, and the way they lie in it."""
+    if name not in LAYOUTS:
+        raise ValueError(f"expected a data set among {', '.join(NAMES)}, got {name!r}")
+    folders = data_folders(data_dir)
+    for folder in folders:
+        for layout in LAYOUTS[name]:
+            if layout.found_in(folder):
+                return folder, layout
+    files = " or ".join(", ".join(layout.files) for layout in LAYOUTS[name])
+    raise DataNotFoundError(
+        f"{name} was not found in {' or '.join(map(str, folders))}; looked for {files} (plain or .gz); "
+        f"get it with: cpnorm data get {name} --data-dir {folders[0]}"
+    )
+
+
+def data_folders(data_dir: str | Path | None = None) -> list[Path]:
+    """Where data are looked up, in this order; the first is also where they are downloaded to."""
+    given = [data_dir, os.environ.get("CPNORM_DATA")]
+    return [Path(folder).expanduser() for folder in given if folder] + [user_cache()]
+
+
+def user_cache() -> Path:
+    """The folder for data that can be had again, where this operating system keeps such things."""
+    home = Path.home()
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", home / "AppData" / "Local")) / "cpnorm" / "Cache"
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "cpnorm"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "cpnorm"
+
+
+@dataclass(frozen=True)
+class Check:
+    """What lies in the folder of a data set, and whether its pixels and labels are those of the official set."""
+
+    name: str
+    folder: Path | None  # None: embedded
+    files: tuple[str, ...]
+    train: int
+    test: int
+    sha256: str
+
+    @property
+    def genuine(self) -> bool:
+        return self.sha256 == SHA256[self.name]
+
+
+def check(name: str, data_dir: str | Path | None = None) -> Check:
+    """Read a data set as ``load`` does and compare its content, whatever its packing, with the official one."""
+    images = load(name, data_dir)
+    digest = hashlib.sha256()
+    for pixels, labels in ((images.train_images, images.train_labels), (images.test_images, images.test_labels)):
+        digest.update(pixels.permute(0, 2, 3, 1).contiguous().numpy().data)
+        digest.update(labels.to(torch.uint8).numpy().data)
+    folder, layout = find(name, data_dir) if name in LAYOUTS else (None, None)
+    files = layout.files if layout else ()
+    return Check(name, folder, files, len(images.train_labels), len(images.test_labels), digest.hexdigest())
+
+
+# Sets that need no official files -------------------------------------------------------------------------------------
+
+
+def embedded_digits() -> tuple[Split, Split]:
+    """scikit-learn's 1797 digits, scaled up from 8 x 8 to 28 x 28; every fifth image of a class is a test image."""
+    from sklearn.datasets import load_digits
+
+    small, labels = load_digits(return_X_y=True)  # (N, 64) from 0 to 16
+    images = F.interpolate(torch.from_numpy(small).view(-1, 1, 8, 8), size=28, mode="bilinear")
+    # The sums are multiples of 255/3136: the nudge rounds halves upwards on every machine, whatever its last bits.
+    pixels = (images * (255 / 16) + 1e-6).round().to(torch.uint8).numpy()
+    labels = labels.astype(np.int64)
+    place = np.array([np.count_nonzero(labels[:i] == label) for i, label in enumerate(labels)])  # within its class
+    test = place % 5 == 4
+    return (pixels[~test], labels[~test]), (pixels[test], labels[test])
+
+
+def from_dataset(
+    train: Dataset[Any],
+    test: Dataset[Any],
+    *,
+    name: str = "custom",
+    classes: Sequence[str] | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> ImageSet:
+    """Any two datasets of (image, label) pairs, read once into memory; statistics not given are those of ``train``.
+
+    An image is a PIL image, an array (H, W) or (H, W, C), or a tensor (H, W) or (C, H, W); bytes, or floats in [0, 1].
+    """
+    train_images, train_labels = _stacked(train)
+    test_images, test_labels = _stacked(test)
+    if train_images.shape[1:] != test_images.shape[1:]:
+        shapes = tuple(train_images.shape[1:]), tuple(test_images.shape[1:])
+        raise ValueError(f"expected test images of the shape of the training images, {shapes[0]}, got {shapes[1]}")
+    largest = int(max(train_labels.max(), test_labels.max()))
+    classes = tuple(map(str, range(largest + 1))) if classes is None else tuple(classes)
+    if largest >= len(classes):
+        raise ValueError(f"expected labels from 0 to {len(classes) - 1}, got {largest}")
+    counts = torch.stack([channel.flatten().bincount(minlength=256) for channel in train_images.unbind(1)]).double()
+    weights, values = counts / counts.sum(1, keepdim=True), torch.arange(256.0, dtype=torch.float64)
+    means = weights @ values
+    deviations = (weights @ values.square() - means.square()).clamp_min(0).sqrt()
+    mean = means.tolist() if mean is None else mean
+    std = [d or 1.0 for d in deviations.tolist()] if std is None else std  # a constant channel is only shifted
+    return ImageSet(name, train_images, train_labels, test_images, test_labels, tuple(mean), tuple(std), classes)
+
+
+def _stacked(dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:  # (N, C, H, W) uint8, (N,) int64
+    samples: Iterable[Any]
+    samples = dataset if isinstance(dataset, IterableDataset) else (dataset[i] for i in range(len(dataset)))  # type: ignore[arg-type]
+    images, labels = [], []
+    for index, (image, label) in enumerate(samples):
+        try:
+            images.append(_pixels(image))
+            labels.append(operator.index(label.item() if hasattr(label, "item") else label))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"sample {index}: {error}") from error
+        if images[-1].shape != images[0].shape or labels[-1] < 0:
+            got = f"{tuple(images[-1].shape)} with label {labels[-1]}"
+            raise ValueError(f"sample {index}: expected shape {tuple(images[0].shape)} and a label >= 0, got {got}")
+    if not images:
+        raise ValueError("expected at least one sample, got an empty dataset")
+    return torch.stack(images), torch.tensor(labels)
+
+
+def _pixels(image: Any) -> Tensor:  # -> (C, H, W) uint8
+    pixels = image if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
+    if pixels.ndim not in (2, 3):
+        raise ValueError(f"expected an image of 2 or 3 dimensions, got {pixels.ndim}")
+    if pixels.ndim == 2:
+        pixels = pixels[None]
+    elif not isinstance(image, Tensor):
+        pixels = pixels.permute(2, 0, 1)
+    top = 1 if pixels.is_floating_point() else 255
+    if not 0 <= pixels.min() <= pixels.max() <= top:
+        raise ValueError(f"expected {pixels.dtype} pixels from 0 to {top}, got {pixels.min()} to {pixels.max()}")
+    return (pixels * 255).round().to(torch.uint8) if pixels.is_floating_point() else pixels.to(torch.uint8)
+
+
+# On the device, in batch ----------------------------------------------------------------------------------------------
+
+
+def normalize(
+    images: Tensor,  # (N, C, H, W) uint8
+    mean: Sequence[float],  # (C,)
+    std: Sequence[float],
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """(images - mean) / std per channel, in float32, then as ``dtype``."""
+
+    def per_channel(values: Sequence[float]) -> Tensor:  # (C, 1, 1)
+        # Filled on the device: a copy from the host would wait for it, and cannot be captured in a CUDA graph.
+        return torch.stack([torch.full((1, 1), value, dtype=torch.float32, device=images.device) for value in values])
+
+    return ((images - per_channel(mean)) / per_channel(std)).to(dtype)
+
+
+def augment(images: Tensor, mode: Augmentation, generator: torch.Generator | None = None) -> Tensor:  # (N, C, H, W)
+    """Per image a random crop of the image with 4 black pixels around it, then for crop-flip a mirror image by chance.
+
+    A fixed handful of kernels without a look at the values, so that it can be compiled and captured in a CUDA graph.
+    """
+    if mode not in get_args(Augmentation):
+        raise ValueError(f"expected augmentation to be one of {', '.join(get_args(Augmentation))}, got {mode!r}")
+    if mode == "none":
+        return images
+    count, channels, height, width = images.shape
+    device = images.device
+    corner = torch.randint(2 * PADDING + 1, (2, count, 1), generator=generator, device=device)
+    rows = corner[0] + torch.arange(height, device=device)  # (N, H)
+    columns = torch.arange(width, device=device)
+    if mode == "crop-flip":
+        mirrored = torch.randint(2, (count, 1), generator=generator, device=device, dtype=torch.bool)
+        columns = torch.where(mirrored, width - 1 - columns, columns)
+    columns = corner[1] + columns  # (N, W)
+    padded = F.pad(images, (PADDING, PADDING, PADDING, PADDING)).flatten(2)
+    place = (rows[:, :, None] * (width + 2 * PADDING) + columns[:, None, :]).flatten(1)  # of every pixel, in padded
+    return padded.gather(2, place[:, None].expand(-1, channels, -1)).view(images.shape)

@@ -1,0 +1,82 @@
+"""What the figures and the explorer of the report need of a trained network, beside its accuracy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import cpnorm
+from cpnorm.lab.training.trainer import Trainer
+
+EXPLORED_RATES = (0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.85, 0.9, 0.95, 0.99)
+HISTOGRAM_BINS = 30
+
+
+def portrait(trainer: Trainer) -> dict[str, Any]:
+    """Sigma and lambdas over the epochs where they are few, their histograms, and the accuracy at every rate."""
+    layers: dict[str, Any] = {}
+    for line in trainer.history:
+        for name, entry in line["layers"].items():
+            if "lambdas" in entry and name.endswith("features.0"):
+                start = [round(value, 5) for value in trainer.initial_lambdas[name].tolist()]
+                trace = layers.setdefault(name, {"initial": start, "sigma": [], "lambdas": []})
+                trace["sigma"].append(entry["sigma"])
+                trace["lambdas"].append(entry["lambdas"])
+    histograms = {}
+    for name, layer in cpnorm.canonical_layers(trainer.model).items():
+        if name in trainer.initial_lambdas:
+            before, after = trainer.initial_lambdas[name].float().cpu(), layer.lambdas.detach().float().cpu()
+            limit = max(before.abs().max().item(), after.abs().max().item())
+            histograms[name] = {
+                "edges": [round(e, 4) for e in torch.linspace(-limit, limit, HISTOGRAM_BINS + 1).tolist()],
+                "before": torch.histc(before, HISTOGRAM_BINS, -limit, limit).int().tolist(),
+                "after": torch.histc(after, HISTOGRAM_BINS, -limit, limit).int().tolist(),
+            }
+    return {"layers": layers, "histograms": histograms, "explorer": explore(trainer)}
+
+
+def explore(trainer: Trainer) -> dict[str, Any]:
+    """Accuracy after truncation alone, without fine-tuning, and what each layer's terms cost."""
+    whole = trainer.model
+    accuracies = []
+    for rate in EXPLORED_RATES:
+        small = copy.deepcopy(whole)
+        cpnorm.truncate(small, rate=rate)
+        _, accuracy = trainer.evaluate(trainer.data.test_images, trainer.data.test_labels, small)
+        accuracies.append(round(accuracy, 2))
+    flops = term_flops(whole, trainer.prepare(trainer.data.test_images[:1]))
+    layers = {}
+    for name, layer in cpnorm.canonical_layers(whole).items():
+        sizes = layer.lambdas.detach().abs().sort(descending=True).values.cpu()
+        shown = sizes[:: max(1, len(sizes) // 100)]
+        layers[name] = {
+            "rank": layer.rank,
+            "lambdas": [float(f"{value:.3g}") for value in shown.tolist()],
+            "term_weights": 1 + sum(layer.modes),
+            "flops_per_term": flops[name] // layer.rank,
+        }
+    return {"rates": list(EXPLORED_RATES), "accuracy": accuracies, "layers": layers}
+
+
+@torch.no_grad()
+def term_flops(model: nn.Module, image: torch.Tensor) -> dict[str, int]:
+    """FLOPs of each canonical layer through its factors, for one image."""
+    flops: dict[str, int] = {}
+
+    def count(name: str) -> Callable[..., None]:
+        def hook(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            assert isinstance(layer, cpnorm.CPLayer)
+            flops[name] = layer.plan(inputs[0].shape, training=False).factors.flops
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(count(n)) for n, layer in cpnorm.canonical_layers(model).items()]
+    model.eval()(image)
+    model.train()
+    for handle in handles:
+        handle.remove()
+    return flops

@@ -1,0 +1,78 @@
+"""Explanations of differences from the paper, tested: its rows beside the same rows with something changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import stdev
+
+from cpnorm.lab.paper import beyond
+from cpnorm.lab.paper import tables as paper
+from cpnorm.lab.report.comparison import LAST, Comparison, compare
+from cpnorm.lab.report.document import Cell, Column, Grid, mean_sd, number, words
+from cpnorm.lab.report.records import Records
+from cpnorm.lab.report.statistics import Difference, summarize
+from cpnorm.lab.report.tally import corrected, difference_cells, minus
+
+
+def explanations(records: Records) -> Grid | None:
+    """Every change that was tried on a row of the paper, with what it did."""
+    tables = {table.key: table for table in paper.tables()}
+    pairs: list[tuple[Comparison, Comparison]] = []
+    for changed in beyond.rows():
+        row = paper.row(changed.tests) if changed.tests and records.finished(changed.key) else None
+        if row and row.config.epochs == changed.config.epochs:  # what was cut short explains in another way
+            after = compare(replace(changed, published=row.published), tables[row.table], records)
+            before = compare(row, tables[row.table], records)
+            pairs += [(before, after)] if before.last else []
+    pairs.sort(key=lambda pair: pair[0].row.key)
+    differences = corrected([_difference(before, after) for before, after in pairs])
+    return _grid(pairs, differences, records) if pairs else None
+
+
+def _difference(before: Comparison, after: Comparison) -> Difference | None:
+    """Over the last 20 epochs, which are steadier than one, where both have them."""
+    return minus(after.late, before.late) if before.late and after.late else minus(after.last, before.last)
+
+
+def _grid(pairs: list[tuple[Comparison, Comparison]], differences: list[Difference | None], records: Records) -> Grid:
+    columns = [
+        Column("row", words=True),
+        Column("changed", words=True),
+        Column("then, by the last epoch", words=True),
+        Column("mean ± sd", "paper"),
+        *(Column(name, "ours") for name in ("last epoch", f"last {LAST}", "sd within")),
+        *(Column(name, "changed") for name in ("last epoch", f"last {LAST}", "sd within", "n")),
+        *(Column(name, "changed − ours") for name in ("points", "p")),
+    ]
+    rows = []
+    for (before, after), difference in zip(pairs, differences, strict=True):
+        rows.append(
+            [
+                words(before.row.key),
+                words(after.row.name),
+                words(after.words, after.status),
+                mean_sd(before.published),
+                mean_sd(before.last),
+                mean_sd(before.late),
+                number(_restlessness(before, records)),
+                mean_sd(after.last),
+                mean_sd(after.late),
+                number(_restlessness(after, records)),
+                Cell(str(after.runs), after.runs),
+                *difference_cells(difference),
+            ]
+        )
+    return Grid(
+        f"Rows of the paper, run again with something changed. “sd within” is that of the last {LAST} epochs of a run. "
+        f"The difference is that of the means over these {LAST}, of shorter runs that of the last epoch; p is Welch's, "
+        "corrected for the number of changes.",
+        columns,
+        rows,
+    )
+
+
+def _restlessness(entry: Comparison, records: Records) -> float | None:
+    """How much accuracy varies over the last 20 epochs of a run, on average; short runs still rise."""
+    curves = [run.curve[-LAST:] for run in records.finished(entry.row.key) if len(run.curve) >= 2 * LAST]
+    spread = summarize(stdev(curve) for curve in curves)
+    return spread.mean if spread else None

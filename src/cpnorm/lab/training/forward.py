@@ -1,0 +1,94 @@
+"""From a place in the data to a loss: what a compiler sees of a step, in one piece or in two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cpnorm.lab.data.images import augment, normalize
+
+Loss = Callable[..., tuple[Tensor, Tensor]]
+Halves = tuple[Loss, Loss]  # batch_outputs of the first half of a model, loss_of of the second
+
+
+def use_arithmetic(precision: str) -> None:
+    """What float32 means from now on in this process; runs that take turns may differ in it."""
+    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+    torch.backends.cudnn.allow_tf32 = precision != "fp32"
+
+
+def batch_outputs(
+    model: nn.Module,
+    images: Tensor,  # (all, C, H, W) uint8
+    labels: Tensor,  # (all,)
+    order: Tensor,  # (all,)
+    cursor: Tensor,  # (): where in the order the batch begins
+    offsets: Tensor,  # (N,): 0, 1, ...
+    mean: tuple[float, ...],  # (C,)
+    std: tuple[float, ...],
+    mode: Any,
+    precision: str,
+) -> tuple[Tensor, Tensor]:
+    """Gather, augment, normalise, run the model: its outputs, and the right answers.
+
+    All in one, so that a compiler leaves few kernels of it.
+    """
+    index = order[cursor + offsets]
+    x = normalize(augment(images[index], mode), mean, std, torch.float32)
+    if x.is_cuda:
+        x = x.contiguous(memory_format=torch.channels_last)
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=precision == "bf16"):
+        return model(x), labels[index]
+
+
+def loss_of(
+    model: nn.Module | None, x: Tensor, answers: Tensor, smoothing: float, precision: str
+) -> tuple[Tensor, Tensor]:
+    """The summed loss, of what the rest of the model makes of x; and for the record loss, right answers and images."""
+    if model is not None:
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=precision == "bf16"):
+            x = model(x)
+    logits = x.float()
+    loss = F.cross_entropy(logits, answers, reduction="sum", label_smoothing=smoothing)
+    seen = torch.full_like(loss, len(answers))
+    return loss, torch.stack([loss.detach(), (logits.argmax(1) == answers).sum(), seen]).double()
+
+
+def batch_loss(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    order: Tensor,
+    cursor: Tensor,
+    offsets: Tensor,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    mode: Any,
+    smoothing: float,
+    precision: str,
+) -> tuple[Tensor, Tensor]:
+    """The one after the other, of a whole model."""
+    batch = batch_outputs(model, images, labels, order, cursor, offsets, mean, std, mode, precision)
+    return loss_of(None, *batch, smoothing, precision)
+
+
+@cache
+def compiled_loss() -> Loss:
+    """One compiled function for all models of a process: seeds of a row share its code."""
+    return _compiled(batch_loss)
+
+
+@cache
+def compiled_halves() -> Halves:
+    """The same of a model that is cut in two."""
+    return _compiled(batch_outputs), _compiled(loss_of)
+
+
+def _compiled(function: Loss) -> Loss:
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    return torch.compile(function, dynamic=False)

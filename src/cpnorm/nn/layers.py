@@ -1,0 +1,306 @@
+"""Canonical layers: torch's own, with the weight kept as sigma, lambdas and vectors of length one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cpnorm._checks import whole
+from cpnorm.compress.optimizer_state import watch_resized
+from cpnorm.cp.decompose import cp_als, cp_exact, cp_power, exact_rank
+from cpnorm.cp.tensor import CPTensor, UnitTerms, dense_from_terms, unit_columns
+from cpnorm.nn import planner
+from cpnorm.nn.planner import CONV_TRANSPOSE, Plan, weight_shape
+
+INITS = ("exact", "power", "als", "kaiming_normal", "kaiming_uniform")
+LAMBDAS = ("decomposition", "ones", "normal")
+PATHS = ("auto", "rebuild", "factors")
+
+
+def initial_form(
+    weight: Tensor,
+    rank: int,
+    init: str = "exact",
+    lambdas: str = "decomposition",
+    generator: torch.Generator | None = None,
+) -> CPTensor:
+    """The canonical form a layer starts from; what the names mean stands at ``canonical_norm``."""
+    check_options(init, lambdas)
+    if init == "exact":
+        cp = cp_exact(weight, rank, generator=generator)
+    elif init == "power":
+        cp = cp_power(weight, rank, generator=generator)
+    elif init == "als":
+        cp = cp_als(weight, rank, generator=generator).normalize()
+    else:
+        cp = _random_form(weight, rank, init, generator)
+    if lambdas == "decomposition":
+        return cp
+    drawn = torch.ones(rank) if lambdas == "ones" else _draw("normal", (rank,), generator)
+    return CPTensor(torch.ones_like(cp.sigma), drawn.to(cp.lambdas), cp.factors)
+
+
+def check_options(init: str, lambdas: str) -> None:
+    """Whether these are names that ``initial_form`` knows."""
+    for option, value, known in (("init", init, INITS), ("lambdas", lambdas, LAMBDAS)):
+        if value not in known:
+            raise ValueError(f"expected {option} to be one of {', '.join(known)}, got {value!r}")
+
+
+def _random_form(weight: Tensor, rank: int, init: str, generator: torch.Generator | None) -> CPTensor:
+    # Kaiming's gain and fan only scale a column, and columns are made unit vectors: the distribution is what is left.
+    law = init.removeprefix("kaiming_")
+    factors = [_draw(law, (size, rank), generator).to(weight) for size in weight.shape]
+    cp = CPTensor.from_terms(weight.new_ones(rank), factors).normalize()
+    # Random unit terms are nearly orthogonal, so sigma * sqrt(rank) is the norm of W: start with the old weight's.
+    sigma = torch.linalg.vector_norm(weight) / math.sqrt(rank)
+    return CPTensor(sigma, torch.ones_like(cp.lambdas), cp.factors)
+
+
+def _draw(law: str, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    device = generator.device if generator is not None else "cpu"
+    if law == "normal":
+        return torch.randn(shape, generator=generator, device=device)
+    return torch.rand(shape, generator=generator, device=device) * 2 - 1
+
+
+def _listed(factors: nn.ParameterList) -> list[nn.Parameter]:
+    return [factors[mode] for mode in range(len(factors))]  # torch.compile (2.11) cannot unpack a ParameterList itself
+
+
+class CPLayer(nn.Module):
+    """What every canonical layer shares: W = sigma * sum_r lambda_r * a_r/|a_r| o b_r/|b_r| o ... (equation 5).
+
+    Parameters, and so the keys of the state dict: ``sigma`` (), ``lambdas`` (R,), ``factors.0`` (d1, R), ... and the
+    layer's own ``bias``. ``path`` may be set to "rebuild" or "factors" to overrule the planner's choice ("auto").
+    """
+
+    plain: ClassVar[type[nn.Module]]
+    sigma: nn.Parameter
+    lambdas: nn.Parameter
+    factors: nn.ParameterList
+    modes: tuple[int, ...]  # the shape W is decomposed in: that of the weight, or a finer one
+    path: str
+    columns_are_unit: bool  # set by a loop that renormalises after every step: there is nothing to divide by then
+    # While a loop that rebuilds it beside other work holds it ready: W, or left and right whose product it is.
+    ahead: tuple[Tensor, ...] | None
+
+    def __init__(self, *args: Any, rank: int | str = "exact", init: str = "exact", **kwargs: Any) -> None:
+        layer = self.plain(*args, **kwargs)
+        weight = cast(Tensor, layer.weight).detach()
+        exact = exact_rank(weight.shape)
+        terms = exact if rank == "exact" else whole("rank", rank, where=f" for a weight of shape {tuple(weight.shape)}")
+        self.__dict__.update(layer.__dict__)
+        self.hold(initial_form(weight, terms, init))
+
+    @torch.inference_mode(False)
+    def hold(self, cp: CPTensor) -> None:
+        """Keep the weight in this form from now on, in place of the plain layer's."""
+        weight = self._parameters.pop("weight")
+        assert weight is not None
+        self.modes, self.path, self.columns_are_unit, self.ahead = cp.shape, "auto", False, None
+        self.sigma, self.lambdas, *factors = (
+            nn.Parameter(value.detach().to(weight).contiguous().clone(), requires_grad=weight.requires_grad)
+            for value in (cp.sigma, cp.lambdas, *cp.factors)
+        )
+        self.factors = nn.ParameterList(factors)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def replace_terms(self, cp: CPTensor) -> None:
+        """Hold other terms, in the same Parameter objects: an optimizer that has them cannot lose them."""
+        if cp.shape != self.modes:
+            raise ValueError(f"expected terms of shape {self.modes}, got {cp.shape}")
+        if cp.rank != self.rank:
+            watch_resized(self.canonical_parameters()[1:])
+        for parameter, value in zip(self.canonical_parameters(), (cp.sigma, cp.lambdas, *cp.factors), strict=True):
+            new = value.detach().to(parameter).contiguous().clone()
+            parameter.grad = None
+            # A graph that is still alive (`loss` of the last step, say) keeps the old shape for the gradients to come;
+            # data of another type make autograd let go of it.
+            other = torch.float32 if parameter.dtype == torch.float64 else torch.float64
+            parameter.data = new.new_empty(0, dtype=other)
+            parameter.data = new
+
+    def share_terms(self, twin: CPLayer) -> None:
+        """Have the same Parameters as the twin."""
+        self.sigma, self.lambdas, self.factors = twin.sigma, twin.lambdas, nn.ParameterList(twin.factors)
+
+    def canonical_parameters(self) -> tuple[nn.Parameter, ...]:
+        """Sigma, the lambdas and the factors, without the bias."""
+        return (self.sigma, self.lambdas, *self.factors)
+
+    def reset_parameters(self) -> None:
+        """Start anew as torch's layers do, whatever is there (``to_empty`` leaves anything): vectors, σ and bias."""
+        shape = weight_shape(self)
+        bound = 1 / math.sqrt(math.prod(shape[1:]))
+        drawn = self.lambdas.new_empty(shape).uniform_(-bound, bound)
+        self.replace_terms(_random_form(drawn.reshape(self.modes), self.rank, "kaiming_normal", None))
+        bias = cast(Tensor | None, self.bias)
+        if bias is not None:
+            nn.init.uniform_(bias, -bound, bound)
+
+    @property
+    def rank(self) -> int:
+        """Number of terms."""
+        return int(self.lambdas.shape[0])  # a tensor while it is traced
+
+    @property
+    def cp(self) -> CPTensor:
+        """The weight in canonical form, with unit vectors; gradients flow through it."""
+        return CPTensor(self.sigma, self.lambdas, tuple(unit_columns(f) for f in self.factors))
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, rebuilt at each read; gradients flow through it."""
+        if self.ahead is not None:
+            return self.ahead[0] if len(self.ahead) == 1 else self.ahead[0] @ self.ahead[1].mT
+        shape = weight_shape(self)
+        on_gpu = self.lambdas.is_cuda and len(shape) == len(self.modes)  # finer modes are merged again, in their order
+        return dense_from_terms(*self._terms(), channels_last=on_gpu).reshape(shape)
+
+    def _terms(self) -> tuple[Tensor, list[Tensor]]:  # (R,), [(d_i, R)]
+        scales = self.sigma * self.lambdas
+        if self.columns_are_unit:
+            scales, *factors = UnitTerms.apply(scales, *_listed(self.factors))
+            return scales, factors
+        return scales, [unit_columns(f) for f in self.factors]
+
+    def plan(self, input_shape: Sequence[int], *, training: bool | None = None) -> Plan:
+        """What the planner chooses for an input of this shape; print it."""
+        return planner.plan(
+            self,
+            input_shape,
+            self.rank,
+            modes=self.modes,
+            training=torch.is_grad_enabled() if training is None else training,
+            device="cuda" if self.lambdas.is_cuda else "cpu",
+        )
+
+    def _rebuilds(self, x: Tensor) -> bool:
+        if self.ahead is not None or not self._fits(x):  # torch's own layer finds the words for what does not fit
+            return True
+        if self.path not in PATHS:
+            raise ValueError(f"expected path to be one of {', '.join(PATHS)}, got {self.path!r}")
+        if self.path == "auto" and torch.compiler.is_exporting() and not all(isinstance(n, int) for n in x.shape):
+            return True  # a program for all sizes cannot choose by them
+        return (self.plan(x.shape).path if self.path == "auto" else self.path) == "rebuild"
+
+    def _fits(self, x: Tensor) -> bool:  # (N, I, ...)
+        conv = cast(nn.Conv2d, self)
+        return x.ndim == len(conv.kernel_size) + 2 and x.shape[1] == conv.in_channels
+
+    def extra_repr(self) -> str:
+        """The plain layer's, with rank and path."""
+        return f"{super().extra_repr()}, rank={self.rank}, path={self.path}"
+
+    def __repr__(self) -> str:
+        return f"{self._get_name()}({self.extra_repr()})"  # one line, as the plain layer's, without the list of factors
+
+
+class CPLinear(CPLayer, nn.Linear):  # type: ignore[override]
+    """``nn.Linear`` with a canonical weight."""
+
+    plain = nn.Linear
+
+    def forward(self, input: Tensor) -> Tensor:  # (..., I) -> (..., O)
+        """As nn.Linear."""
+        if self.ahead is not None and len(self.ahead) == 2:
+            left, right = self.ahead  # (O, R), (I, R)
+            return F.linear(input @ right, left, self.bias)
+        if self._rebuilds(input):
+            return F.linear(input, self.weight, self.bias)
+        return planner.through_linear(input, *self._terms(), self.out_features, self.bias)
+
+    def _fits(self, x: Tensor) -> bool:  # (..., I)
+        return x.ndim > 0 and x.shape[-1] == self.in_features
+
+
+class _CPConv(CPLayer):
+    def forward(self, input: Tensor) -> Tensor:  # (N, I, ...) or (I, ...)
+        """As the plain convolution."""
+        conv = cast(nn.Conv2d, self)
+        batched = input if input.ndim == len(conv.kernel_size) + 2 else input[None]
+        if self._rebuilds(batched):
+            return conv._conv_forward(input, self.weight, conv.bias)
+        padding: Any = conv.padding
+        if conv.padding_mode != "zeros":
+            batched = F.pad(batched, conv._reversed_padding_repeated_twice, mode=conv.padding_mode)
+            padding = [0] * len(conv.kernel_size)
+        scales, factors = self._terms()
+        y = planner.through_conv(batched, scales, factors, conv.bias, conv.stride, padding, conv.dilation, conv.groups)
+        return y if batched.ndim == input.ndim else y[0]
+
+
+class CPConv1d(_CPConv, nn.Conv1d):  # type: ignore[override]
+    """``nn.Conv1d`` with a canonical weight."""
+
+    plain = nn.Conv1d
+
+
+class CPConv2d(_CPConv, nn.Conv2d):  # type: ignore[override]
+    """``nn.Conv2d`` with a canonical weight.
+
+    >>> layer = CPConv2d(3, 8, kernel_size=3, padding=1, rank=5, init="kaiming_normal")
+    >>> layer(torch.randn(2, 3, 16, 16)).shape, sorted(layer.state_dict())[:3]
+    (torch.Size([2, 8, 16, 16]), ['bias', 'factors.0', 'factors.1'])
+    """
+
+    plain = nn.Conv2d
+
+
+class CPConv3d(_CPConv, nn.Conv3d):  # type: ignore[override]
+    """``nn.Conv3d`` with a canonical weight."""
+
+    plain = nn.Conv3d
+
+
+class _CPConvTranspose(CPLayer):
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:  # (N, I, ...) or (I, ...)
+        """As the plain transposed convolution."""
+        conv: Any = self
+        dims = len(conv.kernel_size)
+        extra = conv._output_padding(
+            input, output_size, conv.stride, conv.padding, conv.kernel_size, dims, conv.dilation
+        )
+        batched = input if input.ndim == dims + 2 else input[None]
+        geometry = (conv.stride, conv.padding, extra, conv.groups, conv.dilation)
+        if self._rebuilds(batched):
+            y = CONV_TRANSPOSE[dims - 1](batched, self.weight, conv.bias, *geometry)
+        else:
+            y = planner.through_conv_transpose(batched, *self._terms(), conv.bias, *geometry)
+        return y if batched.ndim == input.ndim else y[0]
+
+
+class CPConvTranspose1d(_CPConvTranspose, nn.ConvTranspose1d):  # type: ignore[override]
+    """``nn.ConvTranspose1d`` with a canonical weight."""
+
+    plain = nn.ConvTranspose1d
+
+
+class CPConvTranspose2d(_CPConvTranspose, nn.ConvTranspose2d):  # type: ignore[override]
+    """``nn.ConvTranspose2d`` with a canonical weight."""
+
+    plain = nn.ConvTranspose2d
+
+
+class CPConvTranspose3d(_CPConvTranspose, nn.ConvTranspose3d):  # type: ignore[override]
+    """``nn.ConvTranspose3d`` with a canonical weight."""
+
+    plain = nn.ConvTranspose3d
+
+
+CANONICAL_TYPES: tuple[type[CPLayer], ...] = (
+    CPLinear,
+    CPConv1d,
+    CPConv2d,
+    CPConv3d,
+    CPConvTranspose1d,
+    CPConvTranspose2d,
+    CPConvTranspose3d,
+)

@@ -1,0 +1,223 @@
+"""How a layer meets its input: rebuild W and run the plain layer, or go through the factors and never build W.
+
+Choosing (`plan`) is separate from doing (`through_*`), and the choice prints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cpnorm._checks import expect, whole
+from cpnorm.cp.tensor import khatri_rao, split_modes
+
+Path = Literal["rebuild", "factors"]
+
+LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
+CONV = (F.conv1d, F.conv2d, F.conv3d)
+CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+
+# All four were chosen on sweeps of benchmarks/plan.py (CPU: seven, on two cores; GPU: one on an H200, without the last
+# of them); what its --fit finds moves somewhat from run to run. Arithmetic a machine does in the time it moves one byte
+# between layers:
+FLOPS_PER_BYTE = {"cpu": 16.0, "cuda": 4.0}
+# A convolution through the factors is one more call into the library; this much arithmetic is done in its time.
+FLOPS_PER_CALL = {"cpu": 5e7, "cuda": 3e9}
+# Depthwise convolutions use no matrix unit: one of their operations costs as much as this many of a matrix product.
+DEPTHWISE_PENALTY = {"cpu": 1.0, "cuda": 32.0}
+# A product that sums over fewer terms than this takes no less time: its results have to be written.
+LEAST_TERMS = {"cpu": 32, "cuda": 1}
+
+
+# --- doing --------------------------------------------------------------------------------------------------------
+
+
+def through_linear(x: Tensor, scales: Tensor, factors: Sequence[Tensor], outputs: int, bias: Tensor | None) -> Tensor:
+    """(..., I) -> (..., O) as two thin products; several modes may make up I, and several O."""
+    size, first_input = 1, 0
+    while size < outputs:
+        size *= factors[first_input].shape[0]
+        first_input += 1
+    first_input = max(first_input, 1)
+    into = khatri_rao(factors[first_input:])  # (I, R)
+    out = khatri_rao(factors[:first_input])  # (O, R)
+    return F.linear((x @ into) * scales.to(x.dtype), out, bias)
+
+
+def through_conv(
+    x: Tensor,  # (N, I, ...)
+    scales: Tensor,  # (R,)
+    factors: Sequence[Tensor],  # (O, R), (I / groups, R), (k, R), ...
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int] | str,
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """1x1 into the terms, one depthwise filter per term, 1x1 out; groups share the input vectors."""
+    out, into, *kernels = factors
+    conv, ones, rank = CONV[len(kernels) - 1], (1,) * len(kernels), scales.shape[0]
+    batch, channels = x.shape[:2]
+    x = x.reshape(batch * groups, channels // groups, *x.shape[2:])
+    x = conv(x, into.mT.reshape(rank, -1, *ones))
+    depthwise = khatri_rao(kernels).mT.reshape(rank, 1, *(k.shape[0] for k in kernels))
+    x = conv(x, depthwise, None, stride, padding, dilation, rank)
+    x = x.reshape(batch, groups * rank, *x.shape[2:])
+    return conv(x, (out * scales).reshape(-1, rank, *ones), bias, groups=groups)
+
+
+def through_conv_transpose(
+    x: Tensor,  # (N, I, ...)
+    scales: Tensor,  # (R,)
+    factors: Sequence[Tensor],  # (I, R), (O / groups, R), (k, R), ...
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    groups: int,
+    dilation: Sequence[int],
+) -> Tensor:
+    """The same three steps for a transposed convolution, whose input mode comes first; groups share the outputs."""
+    into, out, *kernels = factors
+    dims, ones, rank = len(kernels) - 1, (1,) * len(kernels), scales.shape[0]
+    batch, channels = x.shape[:2]
+    per_group = into.reshape(groups, channels // groups, rank).mT.reshape(groups * rank, -1, *ones)
+    x = CONV[dims](x, per_group, groups=groups)
+    x = x.reshape(batch * groups, rank, *x.shape[2:])
+    depthwise = khatri_rao(kernels).mT.reshape(rank, 1, *(k.shape[0] for k in kernels))
+    x = CONV_TRANSPOSE[dims](x, depthwise, None, stride, padding, output_padding, rank, dilation)
+    x = CONV[dims](x, (out * scales).reshape(-1, rank, *ones))
+    x = x.reshape(batch, groups * x.shape[1], *x.shape[2:])
+    return x if bias is None else x + bias.to(x.dtype).reshape(-1, *ones)
+
+
+# --- choosing -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Arithmetic and memory traffic of one pass over one batch, and their weighted sum in matrix-product FLOPs."""
+
+    flops: int
+    bytes: int
+    total: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The path chosen for a layer at an input size, with what each path would cost."""
+
+    path: Path
+    rebuild: Cost
+    factors: Cost
+
+    def __str__(self) -> str:
+        def line(name: str, cost: Cost) -> str:
+            chosen = "->" if name == self.path else "  "
+            return f"{chosen} {name:<8} {cost.flops / 1e6:10.2f} MFLOP {cost.bytes / 1e6:8.2f} MB"
+
+        return line("rebuild", self.rebuild) + "\n" + line("factors", self.factors)
+
+
+def plan(
+    layer: nn.Module,
+    input_shape: Sequence[int],
+    rank: int,
+    *,
+    modes: Sequence[int] | None = None,
+    training: bool = False,
+    device: str | torch.device = "cpu",
+    itemsize: int = 4,
+) -> Plan:
+    """Rebuild W or contract through the factors: what is cheaper for this layer, rank and input size.
+
+    >>> print(plan(nn.Linear(4096, 1024), (64, 4096), rank=1024))
+       rebuild     9126.81 MFLOP    76.81 MB
+    -> factors      671.09 MFLOP    22.81 MB
+    """
+    expect(layer, LAYERS, "a linear or convolutional layer")
+    if not isinstance(rank, int) or rank < 0:
+        rank = whole("rank", rank, least=0)
+    weight = modes if modes is not None else weight_shape(layer)
+    size = math.prod(weight)
+    if isinstance(layer, nn.Linear):
+        positions = positions_out = math.prod(input_shape) // layer.in_features
+        inputs, outputs, groups, kernel, transposed = layer.in_features, layer.out_features, 1, 0, False
+        dense_positions = positions
+    else:
+        assert isinstance(layer, nn.modules.conv._ConvNd)
+        if len(input_shape) == len(layer.kernel_size) + 1:
+            input_shape = (1, *input_shape)
+        if len(input_shape) != len(layer.kernel_size) + 2:
+            raise ValueError(f"expected the shape of one image or of a batch of them, got {tuple(input_shape)}")
+        batch, space = input_shape[0], input_shape[2:]
+        positions, positions_out = batch * math.prod(space), batch * math.prod(output_space(layer, space))
+        inputs, outputs, groups, transposed = layer.in_channels, layer.out_channels, layer.groups, layer.transposed
+        kernel = math.prod(layer.kernel_size)
+        dense_positions = positions if transposed else positions_out
+
+    passes = 3 if training else 1  # forward, and backward to the input and to the weight
+    left, right = split_modes(weight)
+    products = math.prod([weight[m] for m in left]) + math.prod([weight[m] for m in right])
+    activations = positions * inputs + positions_out * outputs
+    kind = device if isinstance(device, str) and device in FLOPS_PER_BYTE else torch.device(device).type
+    kind = kind if kind == "cpu" else "cuda"  # other accelerators are taken for a GPU
+    per_byte, per_call, penalty = FLOPS_PER_BYTE[kind], FLOPS_PER_CALL[kind], DEPTHWISE_PENALTY[kind]
+
+    def cost(matrices: list[tuple[int, int]], depthwise: int, numbers: int, calls: int = 0) -> Cost:
+        """Of products of matrices, as numbers of results and of terms summed for each, and the rest."""
+        moved = passes * itemsize * numbers
+        flops = sum(2 * results * terms for results, terms in matrices)
+        spent = sum(2 * results * max(terms, LEAST_TERMS[kind]) for results, terms in matrices)
+        total = passes * (spent + penalty * depthwise + per_call * calls) + per_byte * moved
+        return Cost(passes * (flops + depthwise), moved, total)
+
+    into = inputs // groups
+    dense = into if transposed or not kernel else into * kernel  # terms of each result of the plain layer
+    rebuild = cost(
+        [(size, rank), (dense_positions * size // dense, dense)],
+        0,
+        2 * rank * products + 2 * size + activations,
+    )
+    thin = [(positions * groups * rank, into), (positions_out * outputs, rank)]
+    if kernel:  # the input's 1x1 runs at the input's size for a convolution, and the output's at the output's
+        depthwise = 2 * dense_positions * groups * rank * kernel
+        numbers = 2 * groups * rank * (positions + positions_out) + activations + rank * sum(weight)
+        factors = cost(thin, depthwise, numbers, calls=1)
+    else:
+        factors = cost(thin, 0, rank * (inputs + outputs + 2 * positions) + activations)
+    return Plan("factors" if factors.total < rebuild.total else "rebuild", rebuild, factors)
+
+
+def weight_shape(layer: nn.Module) -> tuple[int, ...]:
+    """Of the layer's weight, read from its settings."""
+    if isinstance(layer, nn.Linear):
+        return layer.out_features, layer.in_features
+    assert isinstance(layer, nn.modules.conv._ConvNd)
+    first, second = layer.out_channels, layer.in_channels
+    if layer.transposed:
+        first, second = second, first
+    return first, second // layer.groups, *layer.kernel_size
+
+
+def output_space(layer: nn.modules.conv._ConvNd, space: Sequence[int]) -> list[int]:
+    """Height, width, ... after the layer."""
+    if isinstance(layer.padding, str):
+        same = layer.padding == "same"
+        total = [d * (k - 1) if same else 0 for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+    else:
+        total = [2 * int(p) for p in layer.padding]
+    sizes = []
+    for i, length in enumerate(space):
+        reach = layer.dilation[i] * (layer.kernel_size[i] - 1)
+        if layer.transposed:
+            sizes.append((length - 1) * layer.stride[i] - total[i] + reach + layer.output_padding[i] + 1)
+        else:
+            sizes.append((length + total[i] - reach - 1) // layer.stride[i] + 1)
+    return sizes

@@ -1,0 +1,62 @@
+"""Low rank from the start: ranks for a network that is yet to be trained, from a budget of weights."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from cpnorm._checks import expect, is_number
+from cpnorm.cp.decompose import exact_rank
+from cpnorm.describe.tables import count_weights
+from cpnorm.nn.convert import Skip, convertible_layers, modes_of, told_to_twins
+
+
+def ranks_for_budget(
+    model: nn.Module, *, params: int, modes: Mapping[str, Sequence[int]] | None = None, skip: Skip = ()
+) -> dict[str, int]:
+    """Ranks with which ``canonical_norm`` gives a plain model at most ``params`` parameters, biases and all.
+
+    Found greedily, with about the least sum of 1 / rank over the layers: whatever its size, a layer is a bottleneck as
+    narrow as its rank, and one term more is worth less the more there are. So ranks go with
+    1 / sqrt(weights of a term), between one term and the exact rank, where a weight can be anything.
+
+    Args:
+        model: with plain layers.
+        params: parameters the whole canonical model may have.
+        modes: as for ``canonical_norm``.
+        skip: as for ``canonical_norm``.
+
+    >>> model = nn.Sequential(nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 10))
+    >>> ranks_for_budget(model, params=20_000)
+    {'0': 15, '2': 10}
+    """
+    if not is_number(params):
+        raise ValueError(f"expected a number as params, got {params!r}")
+    expect(modes, (Mapping, type(None)), "a mapping from layer names to shapes as modes")
+    layers = convertible_layers(model, skip)
+    modes = told_to_twins("modes", modes or {}, layers, "convert")
+    shapes = {name: modes_of(name, layer, modes) for name, layer in layers.items()}
+    names: dict[int, str] = {}  # by the id of the weight: of layers that share one, the first decides
+    for name, layer in layers.items():
+        names.setdefault(id(layer.weight), name)
+    ranks = dict.fromkeys(names.values(), 1)
+    cost = {name: 1 + sum(shapes[name]) for name in ranks}
+    left = params - count_weights(model) + sum(math.prod(shapes[name]) - 1 - cost[name] for name in ranks)
+    if left < 0:
+        raise ValueError(f"expected params >= {params - left:,}, which give every layer one term, got {params:,}")
+
+    def gain(name: str) -> float:  # of one more term, for each of its weights
+        return (1 / ranks[name] - 1 / (ranks[name] + 1)) / cost[name]
+
+    queue = [(-gain(name), name) for name in ranks]
+    heapq.heapify(queue)
+    while queue:
+        _, name = heapq.heappop(queue)
+        if ranks[name] < exact_rank(shapes[name]) and cost[name] <= left:
+            ranks[name] += 1
+            left -= cost[name]
+            heapq.heappush(queue, (-gain(name), name))
+    return {name: ranks[names[id(layer.weight)]] for name, layer in layers.items()}

@@ -1,0 +1,353 @@
+"""The sets as a user meets them: lookup, content, splits, and the augmentation against one image at a time."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import IterableDataset, TensorDataset
+
+from cpnorm.lab.data import images
+from cpnorm.lab.data.images import DataNotFoundError, ImageSet, augment, check, from_dataset, load, normalize
+from official_files import WRITERS, make
+
+
+@pytest.fixture(autouse=True)
+def nothing_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """No test finds data of this machine, but for those that are about them."""
+    if "data" not in request.keywords:
+        monkeypatch.delenv("CPNORM_DATA", raising=False)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+# Lookup ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="the cache lies elsewhere there")
+def test_lookup_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = {"argument": 1, "variable": 2, "cache/cpnorm": 3}
+    for place, seed in places.items():
+        WRITERS["mnist"](tmp_path / place, make("mnist", seed))
+    monkeypatch.setenv("CPNORM_DATA", str(tmp_path / "variable"))
+    given_argument = load("mnist", tmp_path / "argument")
+    given_variable = load("mnist")
+    monkeypatch.delenv("CPNORM_DATA")
+    given_nothing = load("mnist", tmp_path / "empty")  # falls through to the cache
+    for found, seed in zip((given_argument, given_variable, given_nothing), places.values(), strict=True):
+        np.testing.assert_array_equal(found.train_images.numpy(), make("mnist", seed)[0][0])
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10", "svhn"])
+def test_missing_set_says_what_where_and_how(name: str, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        load(name, tmp_path)
+    message = str(caught.value)
+    assert isinstance(caught.value, DataNotFoundError)
+    assert "\n" not in message
+    assert f"{name} was not found in {tmp_path} or {tmp_path / 'cache' / 'cpnorm'}" in message
+    assert f"cpnorm data get {name} --data-dir {tmp_path}" in message
+    for layout in images.LAYOUTS[name]:
+        assert all(file in message for file in layout.files)
+
+
+def test_unknown_set() -> None:
+    for read in (load, check):
+        with pytest.raises(ValueError, match="expected a data set among digits, mnist, cifar10, svhn, got 'imagenet'"):
+            read("imagenet")
+
+
+# Content --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", images.NAMES)
+def test_what_every_set_is(name: str, tmp_path: Path) -> None:
+    if name in WRITERS:
+        WRITERS[name](tmp_path, make(name))
+    images = load(name, tmp_path)
+    for pixels, labels in ((images.train_images, images.train_labels), (images.test_images, images.test_labels)):
+        assert pixels.dtype == torch.uint8
+        assert labels.dtype == torch.int64
+        assert pixels.shape[:1] == labels.shape
+        assert pixels.is_contiguous()
+        assert pixels.shape[1] == len(images.mean) == len(images.std)
+        assert labels.unique().tolist() == list(range(len(images.classes)))
+
+
+def test_check_tells_the_official_content_from_another(tmp_path: Path) -> None:
+    WRITERS["mnist"](tmp_path, make("mnist"))
+    report = check("mnist", tmp_path)
+    assert not report.genuine
+    assert (report.folder, report.train, report.test) == (tmp_path, 12, 10)
+    assert check("digits").genuine
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", ["mnist", "cifar10", "svhn"])
+def test_official_content(name: str) -> None:
+    try:
+        report = check(name)
+    except DataNotFoundError as error:
+        pytest.skip(str(error))
+    assert report.genuine
+
+
+def test_digits_are_the_small_ones_scaled_up() -> None:
+    from sklearn.datasets import load_digits
+
+    images = load("digits")
+    assert check("digits").train + check("digits").test == 1797
+    small = torch.nn.functional.avg_pool2d(images.test_images.float(), 4)  # 7 x 7
+    original = torch.from_numpy(load_digits().images).float()[:, None]
+    coarse = torch.nn.functional.interpolate(original, 7, mode="bilinear", antialias=True)
+    nearest = torch.cdist(small.flatten(1), coarse.flatten(1) * 255 / 16).argmin(1)
+    assert (torch.from_numpy(load_digits().target)[nearest] == images.test_labels).all()
+    assert images.train_images.float().mean().item() == pytest.approx(images.mean[0], abs=0.1)
+    assert images.train_images.float().std().item() == pytest.approx(images.std[0], abs=0.1)
+
+
+# Splits ---------------------------------------------------------------------------------------------------------------
+
+
+def numbered(counts: list[int]) -> ImageSet:
+    """Images whose first pixels are their own number, in classes of these sizes."""
+    total = sum(counts)
+    images = torch.zeros(total, 1, 1, 2, dtype=torch.uint8)
+    images[:, 0, 0, 0], images[:, 0, 0, 1] = torch.arange(total) % 256, torch.arange(total) // 256
+    labels = torch.cat([torch.full((n,), c) for c, n in enumerate(counts)])[torch.randperm(total)]
+    classes = tuple(map(str, range(len(counts))))
+    return ImageSet("numbered", images, labels, images[:1], labels[:1], (0.0,), (1.0,), classes)
+
+
+def numbers(images: Tensor) -> list[int]:
+    return (images[:, 0, 0, 0].long() + 256 * images[:, 0, 0, 1].long()).tolist()
+
+
+@given(counts=st.lists(st.integers(1, 90), min_size=1, max_size=5), share=st.floats(0, 0.99), seed=st.integers(0, 9))
+def test_split_validation(counts: list[int], share: float, seed: int) -> None:
+    images = numbered(counts)
+    held_count = int(share * sum(counts))
+    rest, held_images, held_labels = images.split_validation(held_count, seed)
+    kept, held = numbers(rest.train_images), numbers(held_images)
+    assert len(held) == held_count
+    assert sorted(kept + held) == list(range(sum(counts)))
+    assert kept == sorted(kept)  # the old order
+    assert images.train_labels[held].tolist() == held_labels.tolist()
+    assert images.train_labels[kept].tolist() == rest.train_labels.tolist()
+    for found, size in zip(held_labels.bincount(minlength=len(counts)).tolist(), counts, strict=True):
+        assert abs(found - held_count * size / sum(counts)) <= 1 + len(counts) / 2
+    again = images.split_validation(held_count, seed)[1]
+    assert numbers(again) == held
+
+
+def test_split_validation_depends_on_the_seed_and_refuses_too_many() -> None:
+    images = numbered([40, 60])
+    assert numbers(images.split_validation(50, 0)[1]) != numbers(images.split_validation(50, 1)[1])
+    for count in (-1, 100):
+        with pytest.raises(ValueError, match=f"expected 0 to 99 validation images of numbered, got {count}"):
+            images.split_validation(count)
+
+
+# A user's own datasets ------------------------------------------------------------------------------------------------
+
+
+class Listed(torch.utils.data.Dataset[Any]):
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
+class Streamed(IterableDataset[Any]):
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        return iter(self.samples)
+
+
+COLOUR = torch.randint(0, 256, (6, 3, 5, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+KINDS = {
+    "bytes": lambda image: image,
+    "integers": lambda image: image.int(),
+    "floats": lambda image: image.float() / 255,
+    "arrays": lambda image: image.permute(1, 2, 0).numpy(),
+    "PIL": lambda image: Image.fromarray(image.permute(1, 2, 0).numpy()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wrap", [Listed, Streamed])
+def test_from_dataset(kind: str, wrap: type[Any]) -> None:
+    labels: list[Any] = [0, torch.tensor(1), np.int64(2), 1, True, 0]
+    samples = [(KINDS[kind](image), label) for image, label in zip(COLOUR, labels, strict=True)]
+    images = from_dataset(wrap(samples), wrap(samples[:2]), name="mine")
+    assert torch.equal(images.train_images, COLOUR)
+    assert torch.equal(images.test_images, COLOUR[:2])
+    assert images.train_labels.tolist() == [0, 1, 2, 1, 1, 0]
+    assert images.classes == ("0", "1", "2")
+    pixels = COLOUR.double().transpose(0, 1).flatten(1)
+    assert images.mean == pytest.approx(pixels.mean(1).tolist())
+    assert images.std == pytest.approx(pixels.std(1, correction=0).tolist())
+
+
+def test_from_dataset_of_grey_images() -> None:
+    grey = COLOUR[:, 0]
+    for samples in (TensorDataset(grey, torch.arange(6)), Listed([(Image.fromarray(g.numpy()), 0) for g in grey])):
+        images = from_dataset(samples, samples, classes=list("abcdef"), mean=[0.0], std=[255.0])
+        assert torch.equal(images.train_images, grey[:, None])
+        assert (images.mean, images.std, images.classes) == ((0.0,), (255.0,), tuple("abcdef"))
+
+
+def test_a_constant_channel_is_only_shifted() -> None:
+    flat = Listed([(torch.full((1, 2, 2), 9, dtype=torch.uint8), 0)])
+    images = from_dataset(flat, flat)
+    assert (images.mean, images.std) == ((9.0,), (1.0,))
+
+
+GOOD = (COLOUR[0], 0)
+BAD = {
+    "normalised floats": ((torch.randn(3, 5, 4), 0), "sample 1: expected torch.float32 pixels from 0 to 1, got"),
+    "large integers": ((COLOUR[0].int() + 1000, 0), "sample 1: expected torch.int32 pixels from 0 to 255"),
+    "nan": ((torch.full((3, 5, 4), torch.nan), 0), "sample 1: expected torch.float32 pixels from 0 to 1, got nan"),
+    "vector": ((torch.zeros(5), 0), "sample 1: expected an image of 2 or 3 dimensions, got 1"),
+    "another shape": ((COLOUR[0, :, :4], 0), r"sample 1: expected shape \(3, 5, 4\) and a label >= 0, got \(3, 4, 4\)"),
+    "negative label": ((COLOUR[0], -1), "sample 1: .* with label -1"),
+    "fraction": ((COLOUR[0], 0.5), "sample 1: .*float"),
+    "text": (("image", 0), "sample 1: "),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_from_dataset_names_the_bad_sample(case: str) -> None:
+    sample, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        from_dataset(Listed([GOOD, sample]), Listed([GOOD]))
+
+
+def test_from_dataset_refuses_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="got an empty dataset"):
+        from_dataset(Listed([GOOD]), Listed([]))
+    with pytest.raises(
+        ValueError, match=r"test images of the shape of the training images, \(3, 5, 4\), got \(1, 5, 4\)"
+    ):
+        from_dataset(Listed([GOOD]), Listed([(COLOUR[0, 0], 0)]))
+    with pytest.raises(ValueError, match="expected labels from 0 to 1, got 2"):
+        from_dataset(Listed([(COLOUR[0], 2)]), Listed([GOOD]), classes=["a", "b"])
+
+
+# Normalisation and augmentation ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_normalize(dtype: torch.dtype) -> None:
+    mean, std = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)
+    expected = torch.stack([(COLOUR[:, c].double() - mean[c]) / std[c] for c in range(3)], 1)
+    found = normalize(COLOUR, mean, std, dtype)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-2 if dtype == torch.bfloat16 else 1e-6)
+
+
+def crops(image: Tensor, flip: bool) -> dict[bytes, tuple[int, int, bool]]:
+    """Everything the augmentation may make of one image, pixel by pixel: the oracle."""
+    _, height, width = image.shape
+    made = {}
+    for top in range(9):
+        for left in range(9):
+            crop = torch.zeros_like(image)
+            for i in range(height):
+                for j in range(width):
+                    if 0 <= i + top - 4 < height and 0 <= j + left - 4 < width:
+                        crop[:, i, j] = image[:, i + top - 4, j + left - 4]
+            made[crop.numpy().tobytes()] = top, left, False
+            if flip:
+                made[crop.flip(-1).numpy().tobytes()] = top, left, True
+    return made
+
+
+@pytest.mark.parametrize("mode", ["crop", "crop-flip"])
+def test_augment_against_one_image_at_a_time(mode: Any) -> None:
+    image = torch.randint(1, 256, (2, 6, 7), dtype=torch.uint8)
+    possible = crops(image, flip=mode == "crop-flip")
+    batch = augment(image.expand(4000, -1, -1, -1), mode, torch.Generator().manual_seed(1))
+    assert batch.dtype == torch.uint8
+    choices = [possible[made.numpy().tobytes()] for made in batch]  # a KeyError here is an impossible crop
+    assert set(choices) == set(possible.values())  # all are reached, and so each is about as likely
+    counts = np.unique(np.array(choices), axis=0, return_counts=True)[1]
+    expected = len(choices) / len(possible)
+    assert np.abs(counts - expected).max() < 6 * expected**0.5
+
+
+def test_every_image_is_cropped_on_its_own() -> None:
+    images = torch.randint(1, 256, (5, 3, 6, 7), dtype=torch.uint8)
+    for image, made in zip(images, augment(images, "crop-flip"), strict=True):
+        assert made.numpy().tobytes() in crops(image, flip=True)
+
+
+def test_augment_is_seeded() -> None:
+    images = torch.randint(0, 256, (50, 1, 8, 8), dtype=torch.uint8)
+    first, again, other = (augment(images, "crop-flip", torch.Generator().manual_seed(s)) for s in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    torch.manual_seed(5)
+    first = augment(images, "crop-flip")
+    torch.manual_seed(5)
+    assert torch.equal(first, augment(images, "crop-flip"))
+    assert augment(images, "none") is images
+
+
+def test_augment_refuses_an_unknown_mode() -> None:
+    with pytest.raises(ValueError, match="expected augmentation to be one of none, crop, crop-flip, got 'rotate'"):
+        augment(COLOUR, "rotate")  # type: ignore[arg-type]
+
+
+def test_augment_and_normalize_trace_as_one_graph() -> None:
+    images = torch.randint(1, 256, (5, 3, 6, 7), dtype=torch.uint8)
+
+    def prepare(images: Tensor) -> tuple[Tensor, Tensor]:
+        cropped = augment(images, "crop-flip")
+        return cropped, normalize(cropped, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
+
+    cropped, normal = torch.compile(prepare, backend="aot_eager", fullgraph=True)(images)
+    for image, made in zip(images, cropped, strict=True):
+        assert made.numpy().tobytes() in crops(image, flip=True)
+    torch.testing.assert_close(normal, normalize(cropped, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch 2.11's own compiler
+@pytest.mark.parametrize("compiled", [False, True])
+def test_augment_and_normalize_in_a_cuda_graph(compiled: bool) -> None:
+    images = torch.randint(1, 256, (64, 3, 8, 8), dtype=torch.uint8, device="cuda")
+
+    def prepare() -> tuple[Tensor, Tensor]:
+        cropped = augment(images, "crop-flip")
+        return cropped, normalize(cropped, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0), torch.bfloat16)
+
+    step = torch.compile(prepare, fullgraph=True) if compiled else prepare
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cropped, normal = step()
+    seen = []
+    for _ in range(2):
+        graph.replay()
+        seen.append(cropped.cpu())
+        for image, made in zip(images.cpu(), seen[-1], strict=True):
+            assert made.numpy().tobytes() in crops(image, flip=True)
+        torch.testing.assert_close(normal, normalize(cropped, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0), torch.bfloat16))
+    assert not torch.equal(*seen)  # a replay draws anew

@@ -1,0 +1,459 @@
+"""The page and its Markdown twin: whole, self-contained, safe, complete, and at work in a browser if there is one."""
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from markdown_it import MarkdownIt
+
+import official_files
+import synthetic_results
+from cpnorm.lab.paper import tables as paper
+from cpnorm.lab.report import RecordError, build, write_markdown, write_report
+from cpnorm.lab.report.document import Explorer, Gallery, Grid, Section, Text
+from cpnorm.lab.report.markdown import standalone
+from cpnorm.lab.report.plots import Plot, Scale, png
+from cpnorm.lab.training.runs import RunError
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'|`[a](javascript:alert(1))\n# x"
+VOID = {"meta", "input", "br", "img", "link"}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return synthetic_results.write(tmp_path_factory.mktemp("synthetic") / "results", seeds=3)
+
+
+@pytest.fixture(scope="module")
+def page(results):
+    return parsed(write_report(results, results.parent / "report.html").read_text())
+
+
+@pytest.fixture(autouse=True)
+def _no_data(monkeypatch, tmp_path):
+    """Data sets of this machine must not get into the page."""
+    monkeypatch.delenv("CPNORM_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+
+
+class Page(HTMLParser):
+    """Every element with its attributes; what is opened must be closed, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements, self.open, self.text, self.script = [], [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        (self.script if self.open and self.open[-1] in ("script", "style") else self.text).append(data)
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def parsed(text):
+    page = Page()
+    page.feed(text)
+    page.close()
+    assert page.open == []
+    return page
+
+
+def blocks(sections, kind):
+    for section in sections:
+        yield from (block for block in section.blocks if isinstance(block, kind))
+        yield from blocks(section.sections, kind)
+
+
+class TestPage:
+    def test_needs_nothing_from_anywhere(self, page):
+        for tag, attributes in page.elements:
+            for key in ("src", "href", "data", "action", "poster", "srcset", "xlink:href"):
+                value = attributes.get(key) or "#"
+                assert value.startswith(("#", "data:image/png;base64,")), (tag, key, value)
+        code = "".join(page.script)
+        assert set(re.findall(r"https?://[^\s\"'<>)]+", code)) <= {"http://www.w3.org/2000/svg"}
+        assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|import\(", code)
+        policy = next(a["content"] for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
+        assert policy.startswith("default-src 'none'")
+
+    def test_can_be_used_without_seeing_or_pointing(self, page):
+        ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+        assert len(ids) == len(set(ids))
+        for _, attributes in page.elements:
+            for key in ("aria-labelledby", "for"):
+                assert attributes.get(key) is None or attributes[key] in ids
+            if (attributes.get("href") or "").startswith("#"):
+                assert attributes["href"][1:] in ids
+        assert page.all("html") == [{"lang": "en"}]
+        assert all(a.get("role") == "img" and a.get("aria-label") for a in page.all("svg"))
+        assert all(a.get("scope") for a in page.all("th"))
+        regions = [a for a in page.all("div") if a.get("class") == "scroll"]
+        assert len(regions) == len(page.all("table")) == len(page.all("caption"))
+        assert all(a["tabindex"] == "0" and a["aria-label"] for a in regions)
+        headings = [int(tag[1]) for tag, _ in page.elements if re.fullmatch("h[1-6]", tag)]
+        assert headings.count(1) == 1
+        assert all(b - a <= 1 for a, b in pairwise(headings))  # no level is left out
+
+    def test_follows_the_reader(self, page):
+        style = "".join(page.script)
+        assert "prefers-color-scheme: dark" in style
+        assert "@media print" in style
+        assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.all("meta")
+
+    def test_holds_every_published_number(self, page, results):
+        text = " ".join(page.text)
+        for row in paper.rows():
+            spread = "" if row.published.sd is None else f" ± {row.published.sd:.2f}"
+            assert f"{row.published.mean:.2f}{spread}" in text
+        grids = [grid for grid in blocks(build(results).sections, Grid) if grid.columns[1].name == "verdict"]
+        verdicts = [row[1] for grid in grids for row in grid.rows if len(row) > 3]
+        assert len(verdicts) == 40
+        assert {cell.tone for cell in verdicts} == {"within", "above", "below", "missing"}
+
+    def test_is_the_same_every_time(self, results, tmp_path):
+        first, second = (write_report(results, tmp_path / name).read_bytes() for name in ("a.html", "b.html"))
+        assert first == second
+
+    def test_makes_its_folder(self, results, tmp_path):
+        assert write_report(results, tmp_path / "new" / "folder" / "r.html").exists()
+
+
+class TestDocument:
+    def test_rank_tables_stand_beside_the_bound_and_our_estimate(self, results):
+        sections = {s.key: s for top in build(results).sections for s in (top, *top.sections)}
+        grid = next(iter(blocks([sections["alexnet-ranks"]], Grid)))
+        cells = {row[0].text: [cell.text for cell in row[2:]] for row in grid.rows}
+        assert cells["features.0"] == ["36", "27", "27", "9 terms more than any tensor of this size needs"]
+        assert cells["features.3"] == ["571", "576", "565", "no larger than the bound"]
+
+    def test_time_counts_once_where_runs_shared_a_device(self, tmp_path):
+        folder = synthetic_results.write(tmp_path / "results", seeds=2)
+        path = folder / "cifar10.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        alone, text = len(lines) // 2, [json.dumps(line | {"at_once": 4}) for line in lines[: len(lines) // 2]]
+        path.write_text("\n".join([*text, *(json.dumps(line | {"at_once": 1}) for line in lines[alone:])]) + "\n")
+        for other in set(folder.glob("*.jsonl")) - {path}:
+            other.unlink()
+        minutes = (alone / 4 + len(lines) - alone) * 61.5 / 60
+        provenance = next(section for section in build(folder).sections if section.key == "provenance")
+        first = provenance.blocks[0]
+        assert isinstance(first, Text)
+        assert f"{len(lines)} belong to the paper's rows and took {minutes:.0f} minutes" in first.text
+
+    @pytest.mark.parametrize(("seeds", "share"), [(3, "0"), (8, "all")])
+    def test_summary_says_how_many_rows_are_complete(self, tmp_path, seeds, share):
+        folder = synthetic_results.write(tmp_path / "results", seeds)
+        for other in set(folder.glob("*.jsonl")) - {folder / "init-adam.jsonl"}:
+            other.unlink()
+        start = f"3 of the paper's 40 accuracies are measured, {share} of them with 8 seeds or more."
+        assert build(folder).summary.startswith(start)
+
+    def test_every_figure_is_drawn(self, results, tmp_path):
+        official_files.write_mnist(tmp_path, official_files.make("mnist"))
+        document = build(results, tmp_path)
+        keys = [drawing.key for gallery in blocks(document.sections, Gallery) for drawing in gallery.drawings]
+        assert len(keys) == len(set(keys))
+        wanted = {"overview", "samples-mnist", "lambda-progress", "lambda-before", "lambda-after", "fit-rank"}
+        wanted |= {
+            f"curve-{key}" for key in ("cifar10-sgd", "cifar10-rmsprop", "init-adam-adam", "compress-mnist-rmsprop")
+        }
+        wanted |= {f"weights-{name}" for name in ("cifar10", "svhn", "mnist")}
+        assert wanted <= set(keys)
+
+    def test_drawings_are_true_xml_of_their_own(self, results):
+        for gallery in blocks(build(results).sections, Gallery):
+            for drawing in gallery.drawings:
+                root = ET.fromstring(standalone(drawing))
+                assert root.tag == "{http://www.w3.org/2000/svg}svg"
+                numbers = re.findall(r"nan|inf", drawing.svg.split("</title>", 1)[1])
+                assert not numbers, drawing.key
+
+    def test_legends_and_labels_name_what_is_drawn(self, results):
+        drawings = {d.key: d.svg for g in blocks(build(results).sections, Gallery) for d in g.drawings}
+        names = re.findall(r"<text[^>]*>([^<]*)</text>", drawings["weights-cifar10"])
+        assert {"published", "the paper&#x27;s rows, ours", "plain networks, ours", "our recipes"} <= set(names)
+        assert [names.count(key.rpartition("/")[2]) for key in synthetic_results.OWN] == [1, 1, 1]
+        names = re.findall(r"<text[^>]*>([^<]*)</text>", drawings["curve-cifar10-sgd"])
+        assert {"none (n = 3)", "weight (n = 3)", "CP (n = 3)"} <= set(names)
+        assert {"σ", "λ that grows", "λ that shrinks"} <= set(
+            re.findall(r">([^<]+)</text>", drawings["lambda-progress"])
+        )
+
+    def test_captions_are_computed(self, results):
+        captions = {d.key: d.caption for g in blocks(build(results).sections, Gallery) for d in g.drawings}
+        assert "15.4 % of the published" in captions["lambda-before"]  # 300 of 1948, bins at the border in proportion
+        assert "Estimated rank 565." in captions["fit-rank"]
+        assert re.search(r"\d+ of 11 λ grow", captions["lambda-progress"])
+
+    def test_explanations_stand_beside_their_rows(self, results):
+        below = next(g for g in blocks(build(results).sections, Grid) if g.caption == "Rows below the paper")
+        cells = {row[0].text: row[3].text for row in below.rows}
+        assert cells["cifar10/weight-sgd"].startswith("with the code's initialisation")
+
+    def test_recipes_are_compared_with_the_best_plain_network(self, results):
+        section = next(s for s in build(results).sections if s.key == "beyond")
+        grid = next(iter(blocks([section], Grid)))
+        assert [row[0].text for row in grid.rows] == ["low-rank-210k", "low-rank-140k", "low-rank-70k"]
+        assert {row[7].text for row in grid.rows} <= {
+            "cifar10/none-sgd",
+            "cifar10/weight-sgd",
+            "cifar10/weight-rmsprop",
+        }
+        assert grid.rows[0][10].value == pytest.approx(6.98e6 / 211_000, rel=1e-3)
+
+    def test_an_empty_folder_is_a_report_too(self, tmp_path):
+        text = write_report(tmp_path, tmp_path / "r.html").read_text()
+        parsed(text)
+        assert "None of the paper&#x27;s 40 accuracies has been measured yet." in text
+        assert text.count("Not measured yet.") == 8
+        assert "not measured yet" in write_markdown(tmp_path).read_text()
+
+    def test_a_broken_line_writes_nothing(self, tmp_path):
+        (tmp_path / "a.jsonl").write_text("{\n")
+        with pytest.raises(RecordError, match="line 1"):
+            write_report(tmp_path, tmp_path / "r.html")
+        assert not (tmp_path / "r.html").exists()
+
+    def test_odd_optional_parts_are_left_out(self, tmp_path):
+        line = synthetic_results.paper_lines(1)[2]
+        assert line["row"] == "cifar10/cp-sgd"
+        line |= {"layers": {"features.0": {"sigma": ["x"], "lambdas": [[1], [1, 2]]}}, "histograms": {"features.8": 3}}
+        line["explorer"] = {"rates": [0, 0.5], "accuracy": [1], "layers": {"a": None}}
+        (tmp_path / "a.jsonl").write_text(json.dumps(line))
+        assert not list(blocks(build(tmp_path).sections, Explorer))
+        line["explorer"] = {"rates": [0], "accuracy": [1], "layers": {"a": None}}
+        line["layers"] = {"features.0": {"lambdas": 3}}
+        (tmp_path / "a.jsonl").write_text(json.dumps(line))
+        assert not list(blocks(build(tmp_path).sections, Explorer))
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """Every string of a record that gets into a report, as an attack."""
+    config = paper.CIFAR10
+    lines = [
+        synthetic_results.run("x", seed, 88.0, 1000, config, synthetic_results.random.Random(0)) for seed in (0, 1)
+    ]
+    for line in lines:
+        line |= {
+            "table": f"beyond-{HOSTILE}",
+            "row": f"beyond-x/{HOSTILE}",
+            "environment": {"gpu": HOSTILE, "commit": HOSTILE},
+        }
+        layers = {HOSTILE: {"rank": 4, "lambdas": [3, 2, 1, 1], "term_weights": 10, "flops_per_term": 5}}
+        line["explorer"] = {"rates": [0.0, 0.5], "accuracy": [88.0, 80.0], "layers": layers}
+    folder = tmp_path / "hostile"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    below = synthetic_results.run("cifar10/none-sgd", 0, 80.0, 10, config, synthetic_results.random.Random(0))
+    (folder / "b.jsonl").write_text(json.dumps(below))
+    (folder / "explanations.json").write_text(json.dumps({"cifar10/none-sgd": HOSTILE}))
+    return folder
+
+
+class TestHostileRecords:
+    def test_stay_text_in_the_page(self, hostile, tmp_path):
+        page = parsed(write_report(hostile, tmp_path / "r.html").read_text())
+        assert page.all("script") == [{"type": "application/json", "id": "networks"}, {}]
+        assert page.all("img") == []
+        assert not [key for _, attributes in page.elements for key in attributes if key.startswith("on")]
+        assert "alert(1)" in "".join(page.text)  # it is there, as text
+
+    def test_stay_text_in_markdown(self, hostile):
+        text = write_markdown(hostile, hostile / "README.md").read_text()
+        tokens = MarkdownIt("commonmark").enable("table").parse(text)
+        inline = [child for token in tokens for child in token.children or ()]
+        assert not [token for token in (*tokens, *inline) if token.type in ("html_block", "html_inline", "link_open")]
+        assert all(token.attrs["src"].startswith("figures/") for token in inline if token.type == "image")
+        assert "alert(1)" in text
+
+
+class TestMarkdown:
+    def test_tables_are_whole(self, results, tmp_path):
+        text = write_markdown(results, tmp_path / "README.md").read_text()
+        document = build(results)
+        grids = list(blocks(document.sections, Grid))
+        networks = next(iter(blocks(document.sections, Explorer))).networks
+        shapes = [(len(grid.columns), len(grid.rows)) for grid in grids]
+        shapes.append((1 + len(networks[0]["rates"]), len(networks)))  # what stands for the explorer
+        found = []
+        for block in (block for block in text.split("\n\n") if block.startswith("| ")):
+            widths = {len(re.findall(r"(?<!\\)\|", line)) - 1 for line in block.splitlines()}
+            assert len(widths) == 1
+            found.append((*widths, block.count("\n") - 1))
+        assert sorted(found) == sorted(shapes)
+        tokens = MarkdownIt("commonmark").enable("table").parse(text)
+        assert sum(token.type == "table_open" for token in tokens) == len(shapes)
+        assert sum(token.type == "tr_open" for token in tokens) == sum(rows + 1 for _, rows in shapes)
+
+    def test_says_what_the_page_says(self, results, tmp_path):
+        text = write_markdown(results, tmp_path / "README.md").read_text()
+        plain = text.replace("\\", "").replace("&lt;", "<")
+        for grid in blocks(build(results).sections, Grid):
+            for row in grid.rows:
+                for cell in row:
+                    assert " ".join(cell.text.split()) in plain
+        for heading in ("What agrees, what does not", "The paper's claims", "Beyond the paper"):
+            assert f"## {heading}\n" in text
+
+    def test_its_drawings_lie_beside_it_and_old_ones_go(self, results, tmp_path):
+        (tmp_path / "figures").mkdir()
+        for name in ("old", "mine"):
+            (tmp_path / "figures" / f"{name}.svg").write_text("<svg/>")
+        (tmp_path / "README.md").write_text("Made by `cpnorm report`\n![old](figures/old.svg)\n")
+        text = write_markdown(results, tmp_path / "README.md").read_text()
+        linked = set(re.findall(r"\]\((figures/[^)]+)\)", text))
+        there = {f"figures/{path.name}" for path in (tmp_path / "figures").iterdir()}
+        assert there == linked | {"figures/mine.svg"}
+        assert len(linked) > 15
+
+    def test_leaves_a_readme_of_somebody_else_alone(self, results, tmp_path):
+        (tmp_path / "README.md").write_text("# My project\n")
+        with pytest.raises(RunError, match=r"README\.md was not made by cpnorm report and is left alone"):
+            write_markdown(results, tmp_path / "README.md")
+        assert (tmp_path / "README.md").read_text() == "# My project\n"
+        assert not (tmp_path / "figures").exists()
+
+    def test_lies_in_the_results_by_default(self, tmp_path):
+        assert write_markdown(tmp_path) == tmp_path / "README.md"
+
+
+class TestDrawing:
+    @pytest.mark.parametrize(
+        ("scale", "ticks"),
+        [
+            (Scale(0, 100, 0, 1), [0, 20, 40, 60, 80, 100]),
+            (Scale(86.9, 88.4, 0, 1), [87.0, 87.5, 88.0]),
+            (Scale(5e4, 2e7, 0, 1, log=True), [1e5, 1e6, 1e7]),
+            (Scale(4e5, 2e6, 0, 1, log=True), [5e5, 1e6, 2e6]),
+            (Scale(3, 3, 0, 1), [2.6, 2.8, 3.0, 3.2, 3.4]),
+        ],
+    )
+    def test_ticks_are_round_and_inside(self, scale, ticks):
+        assert scale.ticks() == pytest.approx(ticks)
+
+    def test_a_scale_maps_its_ends_to_its_ends(self):
+        assert (Scale(2, 6, 10, 50)(2), Scale(2, 6, 10, 50)(6), Scale(2, 6, 10, 50)(3)) == (10, 50, 20)
+        assert Scale(1e3, 1e5, 0, 100, log=True)(1e4) == pytest.approx(50)
+        with pytest.raises(ValueError, match="expected a finite range, above zero, got 0 to 5"):
+            Scale(0, 5, 0, 1, log=True)
+
+    def test_marks_lie_where_their_values_are(self):
+        plot = Plot("t", (0, 10), (0, 1), width=100, height=100)
+        plot.dot((5, 0.5), "s2", "a <note>")
+        circle = ET.fromstring(plot.svg()).find(".//{http://www.w3.org/2000/svg}circle")
+        middle = ((plot.left + plot.right) / 2, (plot.top + plot.bottom) / 2)
+        assert (float(circle.get("cx")), float(circle.get("cy"))) == middle
+        assert circle[0].text == "a <note>"
+
+    @pytest.mark.parametrize("channels", [1, 3])
+    def test_a_png_is_the_image(self, channels):
+        image = torch.randint(0, 256, (channels, 5, 7), dtype=torch.uint8)
+        pil = pytest.importorskip("PIL.Image", reason="needs Pillow to read the PNG back")
+        with pil.open(io.BytesIO(png(image))) as read:
+            pixels = np.asarray(read).reshape(5, 7, channels)
+        assert np.array_equal(pixels, image.permute(1, 2, 0).numpy())
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+class TestInABrowser:
+    def run(self, page, script, tmp_path):
+        """The report with a script behind it; what it puts into window.out."""
+        probe = f"<script>{script}; document.title = JSON.stringify(window.out)</script></body>"
+        file = tmp_path / "probe.html"
+        file.write_text(page.read_text().replace("</body>", probe))
+        flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
+        command = [BROWSER, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2000"]
+        done = subprocess.run(
+            [*command, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=120, check=True
+        )
+        title = re.search(r"<title>(.*?)</title>", done.stdout, re.DOTALL).group(1)
+        return json.loads(title.replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">"))
+
+    def test_a_heading_sorts_its_table(self, results, tmp_path):
+        script = """
+            const button = [...document.querySelectorAll("section[aria-labelledby=cifar10] thead button")]
+                .find((b) => b.textContent === "last epoch");
+            const column = button.dataset.column;
+            const read = () => [...button.closest("table").tBodies[0].rows].map((r) => r.cells[column].dataset.value);
+            window.out = [read()];
+            for (let click = 0; click < 3; click++) {
+                button.click();
+                window.out.push([button.closest("th").getAttribute("aria-sort"), read()]);
+            }"""
+        before, *after = self.run(write_report(results, tmp_path / "r.html"), script, tmp_path)
+        assert before != sorted(before, key=float)
+        assert after == [
+            ["descending", sorted(before, key=float, reverse=True)],
+            ["ascending", sorted(before, key=float)],
+            [None, before],
+        ]
+
+    def test_the_explorer_counts_as_truncate_does(self, results, tmp_path):
+        script = """
+            const part = (name) => document.querySelector(`[data-part=${name}]`);
+            const network = [...part("network").options].findIndex((o) => o.text === "mnist/cp-rmsprop, seed 0");
+            part("network").value = network;
+            part("network").dispatchEvent(new Event("change"));
+            window.out = [];
+            for (const stop of [0, 4, 8]) {
+                part("rate").value = stop;
+                part("rate").dispatchEvent(new Event("input"));
+                window.out.push(["removed", "accuracy", "weights", "terms"].map((name) => part(name).textContent));
+                window.out.push([...part("layers").querySelectorAll("p")].map((p) => p.textContent));
+            }"""
+        out = self.run(write_report(results, tmp_path / "r.html"), script, tmp_path)
+        networks = next(iter(blocks(build(results).sections, Explorer))).networks
+        network = next(n for n in networks if n["name"] == "mnist/cp-rmsprop, seed 0")
+        ranks, sizes = [11, 270, 128, 10], [1 + 1 + 32 + 6, 1 + 32 + 64 + 6, 1 + 9216 + 128, 1 + 128 + 10]
+        for stop, (removed, accuracy, weights, terms), layers in zip((0, 4, 8), out[::2], out[1::2], strict=True):
+            rate = network["rates"][stop]
+            kept = [max(1, rank - int(rank * rate + 1e-9)) for rank in ranks]
+            left = 1_226_042 - sum((rank - k) * size for rank, k, size in zip(ranks, kept, sizes, strict=True))
+            assert removed == f"{100 * rate:g} %"
+            assert accuracy.startswith(f"{network['accuracy'][stop]:.2f} %")
+            assert weights.startswith(f"{left / 1e6:.2f} M")
+            assert terms == f"{sum(kept)}of 419"
+            assert [text.partition(",")[0] for text in layers] == (
+                [f"{k} of {rank} terms" for k, rank in zip(kept, ranks, strict=True)]
+            )
+
+    def test_hostile_records_run_nothing(self, hostile, tmp_path):
+        script = """
+            window.out = [document.querySelector("[data-part=layers] h4").textContent,
+                          document.scripts.length, document.images.length]"""
+        page = write_report(hostile, tmp_path / "r.html")
+        page.write_text(page.read_text().replace("<head>", "<head><script>window.alert = () => { throw 1 }</script>"))
+        name, scripts, images = self.run(page, script, tmp_path)
+        assert (name, scripts, images) == (HOSTILE, 4, 0)  # ours, the data, and the two of this test
+
+
+def test_sections_have_keys_of_their_own(results):
+    def keys(sections: list[Section]) -> list[str]:
+        return [key for s in sections for key in (s.key, *keys(s.sections))]
+
+    found = keys(build(results).sections)
+    assert len(found) == len(set(found))

@@ -1,0 +1,113 @@
+"""Weights rebuilt ahead of the forward pass give the gradients that the forward pass's own rebuilding gives."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cpnorm
+from cpnorm.lab.training.prebuilt import (
+    WeightsAhead,
+    halves,
+    has_kernel,
+    rebuilt_weight,
+    trained_layers,
+    training_paths,
+)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.ConvTranspose2d(8, 6, 3, stride=2),
+        nn.Flatten(),
+        nn.Linear(6 * 17 * 17, 10),
+    )
+    cpnorm.canonical_norm(model, rank=7, init="kaiming_normal", generator=torch.Generator().manual_seed(0))
+    for layer in cpnorm.canonical_layers(model).values():
+        layer.path = "rebuild"
+    return model
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_same_gradients(device: str) -> None:
+    model = network().to(device)
+    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1)).to(device)
+    paths = training_paths(model, images)
+    assert paths == dict.fromkeys(cpnorm.canonical_layers(model).values(), "rebuild")
+
+    expected = copy.deepcopy(model)
+    expected(images).square().mean().backward()
+    ahead = WeightsAhead(paths, "fp32", rebuilt_weight)
+    ahead.hold()
+    model(images).square().mean().backward()
+    ahead.backward()
+    ahead.release()
+
+    assert all(layer.ahead is None for layer in paths)
+    for name, gradient in gradients(expected).items():
+        assert gradient is not None
+        assert gradient.norm() > 0
+        torch.testing.assert_close(gradients(model)[name], gradient, msg=name)
+
+
+@pytest.mark.gpu
+def test_which_layers_kernels_train() -> None:
+    model = network().cuda()
+    layers = list(cpnorm.canonical_layers(model).values())
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1).cuda(), fused=True)
+    assert trained_layers(model, optimizer, "fp32") == []  # they are not known to have unit columns
+    for layer in layers:
+        layer.columns_are_unit = True
+    assert [has_kernel(layer) for layer in layers] == [True, False, True]
+    assert [group.layers for group in trained_layers(model, optimizer, "fp32")] == [[layers[0], layers[2]]]
+    layers[0].sigma.requires_grad_(False)
+    model.append(copy.deepcopy(layers[2]))
+    for name, parameter in layers[2].named_parameters():
+        setattr(model[-1], name, parameter) if "." not in name else None
+    model[-1].factors = layers[2].factors
+    assert trained_layers(model, optimizer, "fp32") == []  # a frozen one, and one that is tied
+
+
+def test_halves() -> None:
+    model = network()
+    front, back = halves(model)
+    assert [*front, *back] == list(model)
+    assert list(back) == [model[4]]
+    whole, nothing = halves(nn.ModuleDict({"only": model}))
+    assert whole["only"] is model
+    assert not list(nothing)
+    whole, nothing = halves(nn.Sequential(model))
+    assert whole[0] is model
+    assert not list(nothing)
+
+
+def test_only_layers_that_rebuild() -> None:
+    model = network()
+    layers = list(cpnorm.canonical_layers(model).values())
+    layers[2].path = "factors"
+    paths = training_paths(model, torch.zeros(1, 3, 8, 8))
+    assert list(paths.values()) == ["rebuild", "rebuild", "factors"]
+    ahead = WeightsAhead(paths, "fp32", rebuilt_weight)
+    ahead.hold()
+    assert [layer.ahead is not None for layer in layers] == [True, True, False]
+
+
+def test_release_gives_the_layers_their_weight_back() -> None:
+    model = network()
+    ahead = WeightsAhead(dict.fromkeys(cpnorm.canonical_layers(model).values(), "rebuild"), "fp32", rebuilt_weight)
+    ahead.hold()
+    ahead.release()
+    model[0].sigma.data *= 2
+    torch.testing.assert_close(model[0].weight, model[0].cp.to_dense())
