@@ -1,7 +1,6 @@
 """Neural networks in canonical form: weights kept, trained and normalised as sums of weighted rank-one terms."""
 # ruff: noqa: I001, RUF022 (in reading order, not in the alphabet's)
 
-from cpnorm._version import __version__
 from cpnorm.cp.tensor import CPTensor
 from cpnorm.cp.decompose import RankEstimate, cp_als, cp_exact, cp_power, estimate_rank
 from cpnorm.nn.planner import Plan, plan
@@ -15,17 +14,19 @@ from cpnorm.nn.layers import (
     CPLayer,
     CPLinear,
 )
-from cpnorm.nn.convert import canonical_layers, canonical_norm, fold, renormalize, renormalize_after, renormalize_terms
-from cpnorm.nn.training import equal_angles
+from cpnorm.nn.convert import canonical_layers, canonical_norm, fold
+from cpnorm.nn.training import equal_angles, lambda_penalty, renormalize, renormalize_after, renormalize_terms
 from cpnorm.nn.modes import flatten_modes
 from cpnorm.nn.ranks import ranks_for_budget
 from cpnorm.compress.truncation import truncate
 from cpnorm.compress.report import Report
-from cpnorm.compress.gradual import GradualTruncation, lambda_penalty
-from cpnorm.describe.tables import Summary, summary
+from cpnorm.compress.gradual import GradualTruncation
+from cpnorm.describe.summarize import Summary, summary
 from cpnorm.deploy.factorization import Factorization, choose_forms, factorize
 from cpnorm.io.checkpoint import load, read_metadata, save
 from cpnorm.deploy.onnx import export_onnx
+
+__version__ = "0.1.0"
 
 __all__ = [
     "__version__",

@@ -21,24 +21,24 @@ def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs if several else (inputs,)), {}
 
 
-def expect(value: Any, kind: type | tuple[type, ...], what: str) -> None:
+def check_type(value: Any, kind: type | tuple[type, ...], what: str) -> None:
     """A TypeError that says what was expected, unless the value is one of the kind."""
     if not isinstance(value, kind):
         got = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
         raise TypeError(f"expected {what}, got {got}")
 
 
-def expect_model(model: Any) -> None:
+def check_model(model: Any) -> None:
     """A module, not its class, its state dict or its name."""
-    expect(model, nn.Module, "a torch.nn.Module")
+    check_type(model, nn.Module, "a torch.nn.Module")
 
 
-def expect_generator(generator: Any) -> None:
+def check_generator(generator: Any) -> None:
     """A generator or none."""
-    expect(generator, (torch.Generator, type(None)), "a torch.Generator or None as generator")
+    check_type(generator, (torch.Generator, type(None)), "a torch.Generator or None as generator")
 
 
-def whole(name: str, value: Any, least: int = 1, where: str = "") -> int:
+def check_int(name: str, value: Any, least: int = 1, where: str = "") -> int:
     """A whole number from ``least`` on; a float without a fraction will do, a bool will not."""
     try:
         number = int(value) if isinstance(value, float) and value.is_integer() else operator.index(value)

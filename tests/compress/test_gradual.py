@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import cpnorm
-from cpnorm.compress.gradual import GradualTruncation, lambda_penalty
+from cpnorm.compress.gradual import GradualTruncation
+from cpnorm.nn.training import lambda_penalty
 
 
 def network() -> nn.Sequential:

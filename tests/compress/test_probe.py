@@ -12,6 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cpnorm
 from cpnorm.compress import probe
+from cpnorm.nn.layers import tie_key
+from cpnorm.nn.running import run
+from cpnorm.nn.work import count_work
 from laws import CASES, Case, canonical, close
 
 
@@ -41,14 +44,14 @@ def test_responses_times_output_vectors_are_the_outputs(case: Case) -> None:
         if layer.bias is not None:
             y = y - layer.bias.reshape(z.shape[1], -1)
     close(rebuilt, y.double(), 1e-5)
-    gram = probe.output_gram(layer, probe.term_moments(layer, [x, x])[probe.identity(layer)])
+    gram = probe.output_gram(layer, probe.term_moments(layer, [x, x])[tie_key(layer)])
     assert gram.sum().item() == pytest.approx(2 * y.double().square().sum().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_dense_flops_are_those_torch_counts(case: Case) -> None:
     layer, x = canonical(case), case.input()
-    work = probe.count_work(layer, x)[probe.identity(layer)]
+    work = count_work(layer, x)[tie_key(layer)]
     with FlopCounterMode(display=False) as counter:
         case.layer()(x)
     assert work.dense == counter.get_total_flops()
@@ -60,7 +63,7 @@ def test_a_layer_that_runs_twice_counts_twice() -> None:
     once = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     twice = nn.Sequential(*once, *once)
     x = torch.randn(2, 4)
-    one, two = (sum(w.dense for w in probe.count_work(model, x).values()) for model in (once, twice))
+    one, two = (sum(w.dense for w in count_work(model, x).values()) for model in (once, twice))
     assert (one, two) == (64, 128)
 
 
@@ -108,12 +111,12 @@ def test_nothing_is_left_behind(batches) -> None:
     state = {key: value.clone() for key, value in model.state_dict().items()}
     gradient = torch.ones_like(model[0].lambdas)
     model[0].lambdas.grad = gradient
-    probe.count_work(model, batches[0][0])
+    count_work(model, batches[0][0])
     probe.term_moments(model, [x for x, _ in batches])
     probe.mean_loss(model, batches, F.cross_entropy, {model[5].lambdas: torch.zeros(10)})
     probe.taylor_scores(model, cpnorm.canonical_layers(model), batches, F.cross_entropy)
     with pytest.raises(RuntimeError):
-        probe.count_work(model, torch.randn(1, 4, 6, 6))
+        count_work(model, torch.randn(1, 4, 6, 6))
     assert {name: module.training for name, module in model.named_modules()} == flags
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -129,7 +132,7 @@ def test_shared_terms_are_replaced_everywhere_and_put_back() -> None:
     expected = model(x)
     swap = {factor: torch.eye(4)[:, :3] for factor in first.factors}
     swap |= {first.lambdas: torch.ones(3), first.sigma: torch.tensor(1.0)}
-    close(probe.run(model, x, swap), x * torch.tensor([1.0, 1.0, 1.0, 0.0]), 1e-6)
+    close(run(model, x, swap), x * torch.tensor([1.0, 1.0, 1.0, 0.0]), 1e-6)
     assert torch.equal(model(x), expected)
 
 
@@ -146,7 +149,7 @@ class Named(nn.Module):
 
 def test_a_dict_holds_arguments_by_name() -> None:
     model, inputs = cpnorm.canonical_norm(Named()), {"x": torch.randn(2, 4), "scale": 2.0}
-    close(probe.run(model, inputs), model(**inputs), 0)
+    close(run(model, inputs), model(**inputs), 0)
     assert cpnorm.summary(model, inputs).layers[0].flops > 0
     targets = torch.zeros(2, dtype=torch.long)
     cpnorm.truncate(model, ranks=2, criterion="taylor", data=[(inputs, targets)], loss_function=F.cross_entropy)
@@ -212,13 +215,13 @@ def test_several_inputs_through_a_data_loader() -> None:
     assert isinstance(batches[0][0], list)
     model = cpnorm.canonical_norm(TwoInputs())
     assert cpnorm.truncate(model, loss=1.0, data=batches).layers
-    close(probe.run(model, batches[0][0]), model(*batches[0][0]), 1e-6)
+    close(run(model, batches[0][0]), model(*batches[0][0]), 1e-6)
 
     class Joined(nn.Linear):
         def forward(self, parts: list[Tensor]) -> Tensor:
             return super().forward(torch.cat(parts))
 
-    assert probe.run(Joined(4, 3), batches[0][0]).shape == (8, 3)  # a model that takes one list
+    assert run(Joined(4, 3), batches[0][0]).shape == (8, 3)  # a model that takes one list
 
 
 def test_a_packed_sequence_is_one_argument() -> None:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import cpnorm
 from cpnorm import CPTensor
-from cpnorm.compress.probe import run
 from cpnorm.compress.refit import Fitted, fit, refit_als, refit_lambdas, refit_outputs
+from cpnorm.nn.running import run
 from laws import CASES, Case, canonical, close
 
 

@@ -640,7 +640,7 @@ def raced(way: str, patch: pytest.MonkeyPatch, wins: Hashable = None) -> list[Ha
     runners: list[Hashable] = []
     module = sys.modules["cpnorm.deploy.factorization"]
     if way == "torch":
-        patch.setattr(module, "within_reach", lambda device: True)
+        patch.setattr(module, "kernels_supported", lambda device: True)
         patch.setattr(module, "HAS_TRITON", True)
 
     def decided(runs: Runs, device: torch.device, *, captured: bool = False) -> dict[Hashable, float]:

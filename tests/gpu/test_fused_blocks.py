@@ -592,7 +592,7 @@ def test_constants_stand_in_the_order_of_the_kernels(monkeypatch: pytest.MonkeyP
         seen[kernel.__name__] = names
 
     monkeypatch.setattr(fused_launch, "_start", note)
-    monkeypatch.setattr(fused_launch, "within_reach", lambda device: True)
+    monkeypatch.setattr(fused_launch, "kernels_supported", lambda device: True)
     stage_of(conv(3, 8, 3, rank=4), relu=True)(torch.randn(2, 6, 6, 16))
     Closing(torch.ones(3), relu=True, pool=True)(torch.randn(2, 3, 4, 4))
     assert set(seen) == {"stage", "closing"}

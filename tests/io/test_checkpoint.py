@@ -25,7 +25,7 @@ from cpnorm.io.checkpoint import load, read_metadata, save
 from laws import CASES, Case
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
 class Net(nn.Module):

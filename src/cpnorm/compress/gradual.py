@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from cpnorm._checks import whole
+from cpnorm._checks import check_int
 from cpnorm.compress.probe import Batch
 from cpnorm.compress.report import Report
 from cpnorm.compress.truncation import Optimizers, as_optimizers, truncate
-from cpnorm.nn.convert import canonical_layers
 
 
 class GradualTruncation:
@@ -20,6 +18,7 @@ class GradualTruncation:
 
     ``truncate`` explains the budgets and options. The optimizer goes on with the terms that are left.
 
+    >>> import torch
     >>> from cpnorm import canonical_norm
     >>> model = canonical_norm(nn.Linear(64, 64))
     >>> optimizer = torch.optim.Adam(model.parameters())
@@ -43,7 +42,12 @@ class GradualTruncation:
     ) -> None:
         if "dry_run" in options:
             raise TypeError("GradualTruncation is no rehearsal: use truncate(..., dry_run=True)")
-        self.model, self.optimizer, self.steps, self.taken = model, as_optimizers(optimizer), whole("steps", steps), 0
+        self.model, self.optimizer, self.steps, self.taken = (
+            model,
+            as_optimizers(optimizer),
+            check_int("steps", steps),
+            0,
+        )
         self.options: dict[str, Any] = {"data": None if data is None else list(data), **options}
         budget: dict[str, Any] = {"rate": rate, "ranks": ranks, "params": params, "flops": flops}
         # A rehearsal of the whole way: what cannot be reached is better known now than after the training.
@@ -84,29 +88,3 @@ class GradualTruncation:
         if set(state["start"]) != set(self._start):
             raise ValueError(f"expected stages for {sorted(self._start)}, got {sorted(state['start'])}")
         self.taken, self._start, self._end = state["taken"], dict(state["start"]), dict(state["end"])
-
-
-def lambda_penalty(model: nn.Module) -> Tensor:
-    """A number in [0, 1] to add to the loss: 1 where all lambdas of a layer are alike, small where few do the work.
-
-    Per layer |lambda|_1 / (sqrt(R) |lambda|_2), averaged with the layers' weights. A plain 1-norm can be made small
-    without any sparsity, by shrinking a layer whose scale the next one restores; this ratio has no scale.
-
-    >>> from cpnorm import canonical_norm
-    >>> round(lambda_penalty(canonical_norm(nn.Linear(8, 8), lambdas="ones")).item(), 4)
-    1.0
-    """
-    layers = list(canonical_layers(model).values())
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no canonical layer to put pressure on")
-    weights = [layer.rank * sum(layer.modes) for layer in layers]
-    shares = [weight / sum(weights) * _evenness(layer.lambdas) for weight, layer in zip(weights, layers, strict=True)]
-    return torch.stack(shares).sum()
-
-
-def _evenness(lambdas: Tensor) -> Tensor:  # (R,) -> ()
-    sizes = lambdas.abs().to(torch.promote_types(lambdas.dtype, torch.float32))
-    largest = sizes.detach().amax()
-    sizes = sizes / torch.where(largest > 0, largest, 1.0)  # or squares leave the range
-    norm = torch.linalg.vector_norm(sizes).clamp_min(torch.finfo(sizes.dtype).tiny)
-    return (sizes.sum() / (len(sizes) ** 0.5 * norm)).to(lambdas.dtype)

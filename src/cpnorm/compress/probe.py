@@ -6,140 +6,24 @@ Everything here runs the model in eval mode and leaves it as it was: training fl
 from __future__ import annotations
 
 import copy
-import inspect
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from cpnorm._checks import as_arguments
 from cpnorm.cp.tensor import CPTensor, khatri_rao
-from cpnorm.deploy.forms import linear_modes
-from cpnorm.nn.layers import CPLayer
-from cpnorm.nn.planner import LAYERS, plan
+from cpnorm.nn.layers import CPLayer, tie_key
+from cpnorm.nn.planner import linear_modes
+from cpnorm.nn.running import Instead, evaluating, run, to_device_of, watch
 
 RESPONSES_AT_ONCE = 2**22  # entries: 16 MiB, and a few times that while they are computed
 Batch = tuple[Any, Any]  # inputs, targets
 LossFunction = Callable[[Any, Any], Any]  # -> a tensor, or a number where no gradient is asked for
-Instead = Mapping[Tensor, Tensor]  # of a parameter, for one run
-Seen = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside, every module's own training flag again afterwards."""
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
-
-
-def run(model: nn.Module, inputs: Any, instead: Instead | None = None) -> Any:
-    """The model's output, with other tensors instead of some parameters; a tuple or mapping is several arguments."""
-    if isinstance(inputs, list) and not _takes_one(model):
-        inputs = tuple(inputs)  # what torch's DataLoader makes of a tuple
-    args, kwargs = as_arguments(inputs)
-    arguments, by_name = tuple(_beside(model, x) for x in args), {key: _beside(model, x) for key, x in kwargs.items()}
-    # By the places of the parameters in modules, each visited once: torch's own tie_weights=True puts tensors into
-    # submodules that others share, and forgets to take them out again.
-    places = {
-        f"{name}.{key}".lstrip("."): instead[parameter]
-        for name, module in (model.named_modules() if instead else ())
-        for key, parameter in module._parameters.items()
-        if instead and parameter is not None and parameter in instead
-    }
-    with uncompiled():
-        if not places:
-            return model(*arguments, **by_name)
-        return torch.func.functional_call(model, places, arguments, by_name, tie_weights=False)
-
-
-def uncompiled() -> AbstractContextManager[Any]:
-    """Inside, compiled models run as written: what was compiled before a hook was added does not call it."""
-    if "torch._dynamo" not in sys.modules:  # nothing has been compiled, and importing it takes seconds
-        return nullcontext()
-    return cast(AbstractContextManager[Any], torch.compiler.set_stance("force_eager"))
-
-
-def _takes_one(model: nn.Module) -> bool:
-    """Whether the model can be called with a single argument."""
-    try:
-        inspect.signature(model.forward).bind(None)
-    except TypeError:
-        return False
-    except ValueError:  # written in C, or scripted
-        return True
-    return True
-
-
-def _beside(model: nn.Module, value: Any) -> Any:
-    """On the model's device, if it is a tensor."""
-    device = next((p.device for p in model.parameters()), None)
-    return value.to(device) if isinstance(value, Tensor) else value
-
-
-@torch.no_grad()
-def watch(model: nn.Module, inputs: Any, seen: Seen, instead: Instead | None = None) -> None:
-    """Run the model once, and show ``seen`` each linear or convolutional layer with what it was called with."""
-
-    def after(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
-        seen(layer, args, kwargs)  # after the layer has had its own say about an input that does not fit
-
-    layers = [module for module in model.modules() if isinstance(module, LAYERS)]
-    handles = [layer.register_forward_hook(after, with_kwargs=True) for layer in layers]
-    try:
-        with evaluating(model):
-            run(model, inputs, instead)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def identity(layer: nn.Module) -> int:
-    """The same number for canonical layers that share their terms."""
-    return id(layer.lambdas) if isinstance(layer, CPLayer) else id(layer)
 
 
 # --- work ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one example input asks of a layer, over all its calls."""
-
-    shapes: tuple[tuple[int, ...], ...] = ()  # of its inputs
-    dense: int = 0  # FLOPs with a dense weight
-    per_term: int = 0  # FLOPs of each term through the factors
-
-    def at(self, rank: int) -> int:
-        """FLOPs of the cheaper way."""
-        return min(self.dense, rank * self.per_term)
-
-
-def count_work(model: nn.Module, example_input: Any) -> dict[int, Work]:
-    """For every linear and convolutional layer that runs, by its ``identity``."""
-    work: dict[int, Work] = {}
-
-    def seen(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        shape = tuple((*args, *kwargs.values())[0].shape)
-        modes = layer.modes if isinstance(layer, CPLayer) else None
-        before = work.get(identity(layer), Work())
-        work[identity(layer)] = Work(
-            (*before.shapes, shape),
-            before.dense + plan(layer, shape, 0, modes=modes).rebuild.flops,  # at rank 0 there is nothing to rebuild
-            before.per_term + plan(layer, shape, 1, modes=modes).factors.flops,
-        )
-
-    watch(model, example_input, seen)
-    return work
 
 
 # --- responses ----------------------------------------------------------------------------------------------------
@@ -156,7 +40,7 @@ def term_moments(model: nn.Module, inputs: Iterable[Any]) -> dict[int, Tensor]: 
         if isinstance(layer, CPLayer):
             for z in term_responses(layer, *args, **kwargs):
                 z = z.transpose(0, 1)
-                moments[identity(layer)] = moments.get(identity(layer), 0.0) + (z.mT @ z).double()
+                moments[tie_key(layer)] = moments.get(tie_key(layer), 0.0) + (z.mT @ z).double()
 
     for each in inputs:
         watch(model, each, seen)
@@ -227,7 +111,7 @@ def mean_loss(
     with evaluating(model):
         for inputs, targets in batches:
             samples = next(n for n in (_length(targets), _length(inputs), 1) if n is not None)
-            total += float(loss_function(run(model, inputs, instead), _beside(model, targets))) * samples
+            total += float(loss_function(run(model, inputs, instead), to_device_of(model, targets))) * samples
             count += samples
     if not count or not math.isfinite(total):
         raise ValueError(f"expected data with a finite loss, got {total} over {count} samples")
@@ -259,7 +143,7 @@ def taylor_scores(
     scores = [torch.zeros_like(values, dtype=torch.float64) for values in lambdas.values()]
     with evaluating(model), torch.enable_grad():
         for inputs, targets in batches:
-            loss = loss_function(run(model, inputs, lambdas), _beside(model, targets))
+            loss = loss_function(run(model, inputs, lambdas), to_device_of(model, targets))
             if not loss.requires_grad:
                 raise ValueError("expected a differentiable loss function for criterion='taylor'")
             gradients = torch.autograd.grad(loss, list(lambdas.values()), allow_unused=True)

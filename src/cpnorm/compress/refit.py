@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cpnorm.compress.probe import Instead, by_position, identity, output_vectors, term_responses, watch
+from cpnorm.compress.probe import by_position, output_vectors, term_responses
 from cpnorm.cp.decompose import cp_als
 from cpnorm.cp.tensor import CPTensor
-from cpnorm.deploy.forms import linear_modes
-from cpnorm.nn.layers import CPLayer
+from cpnorm.nn.layers import CPLayer, tie_key
+from cpnorm.nn.planner import linear_modes
+from cpnorm.nn.running import Instead, watch
 
 REFITS = ("none", "lambdas", "als", "outputs")
 RIDGE = 1e-5  # of the mean diagonal: for terms so alike that their shares are not determined
@@ -78,15 +79,15 @@ def refit_outputs(
     so does one that is called on another number of positions once layers before it are truncated. A model that picks or
     orders rows by their values (top-k, experts) wants another refit: old and new rows would not belong together.
     """
-    names = {identity(layers[name]): name for name in forms}
+    names = {tie_key(layers[name]): name for name in forms}
     order: dict[str, None] = {}  # an ordered set
     for each in inputs:
-        watch(model, each, lambda layer, *_: order.setdefault(names.get(identity(layer), "")))
+        watch(model, each, lambda layer, *_: order.setdefault(names.get(tie_key(layer), "")))
     done = dict(forms)
     for name in (name for name in order if name in forms):
         layer = layers[name]
         if not (isinstance(layer, nn.Linear) and len(linear_modes(layer)[0]) > 1):
-            twins = [module for module in model.modules() if identity(module) == identity(layer)]
+            twins = [module for module in model.modules() if tie_key(module) == tie_key(layer)]
             instead = {p: value for name, form in done.items() for p, value in form.instead(layers[name]).items()}
             sums = _sums(model, twins, instead, inputs)
             holders = [module for module in model.modules() if module._parameters.get("bias") is layer.bias]

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from cpnorm.compress.probe import Work, identity
 from cpnorm.cp.tensor import CPTensor
-from cpnorm.describe.tables import count_weights, mega, share, table
+from cpnorm.describe.tables import mega, share, table
 from cpnorm.nn.convert import canonical_layers
-from cpnorm.nn.layers import CPLayer
+from cpnorm.nn.layers import CPLayer, count_parameters, tie_key
+from cpnorm.nn.work import Work
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def compare(
     rows = []
     for name, layer in layers.items():
         before, after = layer.cp, forms.get(name, layer.cp)
-        each = work.get(identity(layer))
+        each = work.get(tie_key(layer))
         rows.append(
             LayerReport(
                 name=name,
@@ -119,9 +119,9 @@ def compare(
                 energy=_energy_kept(before, after) if name in forms else 1.0,
             )
         )
-    weights = count_weights(model)
+    weights = count_parameters(model)
     plain = weights - sum(layer.cp.numel() for layer in canonical_layers(model).values())
-    after_ranks = {identity(layers[name]): form.rank for name, form in forms.items()}
+    after_ranks = {tie_key(layers[name]): form.rank for name, form in forms.items()}
     return Report(
         budget=budget,
         layers=tuple(rows),
@@ -148,5 +148,5 @@ def _energy_kept(before: CPTensor, after: CPTensor) -> float:
 
 def all_flops(model: nn.Module, work: Mapping[int, Work], ranks: Mapping[int, int] | None = None) -> int:
     """Of all linear and convolutional layers, canonical ones run the cheaper way, at other ranks where given."""
-    now = {identity(layer): layer.rank for layer in canonical_layers(model).values()} | dict(ranks or {})
+    now = {tie_key(layer): layer.rank for layer in canonical_layers(model).values()} | dict(ranks or {})
     return sum(each.at(now[key]) if key in now else each.dense for key, each in work.items())

@@ -9,27 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cpnorm._checks import expect, is_number, whole
+from cpnorm._checks import check_int, check_type, is_number
 from cpnorm.compress import budgets
 from cpnorm.compress.budgets import Elimination
 from cpnorm.compress.optimizer_state import cut_states
-from cpnorm.compress.probe import (
-    Batch,
-    LossFunction,
-    Work,
-    count_work,
-    identity,
-    mean_loss,
-    output_gram,
-    taylor_scores,
-    term_moments,
-)
+from cpnorm.compress.probe import Batch, LossFunction, mean_loss, output_gram, taylor_scores, term_moments
 from cpnorm.compress.refit import REFITS, Fitted, fit, refit_outputs
 from cpnorm.compress.report import Report, all_flops, compare
 from cpnorm.cp.tensor import inverse_norms
-from cpnorm.describe.tables import count_weights
-from cpnorm.nn.convert import Skip, canonical_layers, expect_gathered, skipped, told_to_twins, with_twins
-from cpnorm.nn.layers import CPLayer
+from cpnorm.nn.convert import Skip, canonical_layers, check_not_sharded, including_tied, skipped, spread_over_tied
+from cpnorm.nn.layers import CPLayer, count_parameters, tie_key
+from cpnorm.nn.work import Work, count_work
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 CRITERIA = ("lambda", "gram", "taylor")
@@ -99,7 +89,7 @@ def truncate(
     _check(budget, amount, criterion, refit, bool(batches), example_input is not None)
     layers = _chosen(model, skip)
     work = count_work(model, example_input) if example_input is not None else {}
-    if budget == "flops" and not any(identity(layer) in work for layer in layers.values()):
+    if budget == "flops" and not any(tie_key(layer) in work for layer in layers.values()):
         raise ValueError("expected an example_input that reaches a canonical layer, got one that reaches none")
     if criterion == "taylor":
         scores = taylor_scores(model, layers, batches, loss_function)
@@ -109,8 +99,8 @@ def truncate(
         moments = term_moments(model, [inputs for inputs, _ in batches])
         if batches and not moments:
             raise ValueError("expected data that reach a canonical layer, got some that reach none")
-        _expect_finite({name: [moments.get(identity(y), y.lambdas)] for name, y in layers.items()}, "what it is fed")
-        eliminations = {n: _eliminate(layer, criterion, moments.get(identity(layer))) for n, layer in layers.items()}
+        _expect_finite({name: [moments.get(tie_key(y), y.lambdas)] for name, y in layers.items()}, "what it is fed")
+        eliminations = {n: _eliminate(layer, criterion, moments.get(tie_key(layer))) for n, layer in layers.items()}
 
     def fitted(dropped: Mapping[str, int]) -> dict[str, Fitted]:
         kept = {name: eliminations[name].kept(count) for name, count in dropped.items() if count}
@@ -150,7 +140,7 @@ def as_optimizers(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
     several = isinstance(optimizer, Iterable) and not isinstance(optimizer, torch.optim.Optimizer)
     optimizers = list(cast(Iterable[torch.optim.Optimizer], optimizer)) if several else [optimizer]
     for one in optimizers:
-        expect(one, (torch.optim.Optimizer, type(None)), "a torch.optim.Optimizer, several or None as optimizer")
+        check_type(one, (torch.optim.Optimizer, type(None)), "a torch.optim.Optimizer, several or None as optimizer")
     return [one for one in optimizers if isinstance(one, torch.optim.Optimizer)]
 
 
@@ -184,7 +174,7 @@ def _check(budget: str, amount: Any, criterion: str, refit: str, data: bool, exa
 
 
 def _batches(data: Iterable[Batch] | None) -> list[Batch]:
-    expect(data, (Iterable, type(None)), "a few batches of (inputs, targets) as data")
+    check_type(data, (Iterable, type(None)), "a few batches of (inputs, targets) as data")
     batches = [] if data is None else list(data)
     for batch in batches:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
@@ -194,14 +184,14 @@ def _batches(data: Iterable[Batch] | None) -> list[Batch]:
 
 def _chosen(model: nn.Module, skip: Skip) -> dict[str, CPLayer]:
     """The canonical layers but those to skip; layers that share their terms are skipped together."""
-    expect_gathered(model)
+    check_not_sharded(model)
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise ValueError(
             "expected a model that is not wrapped in DistributedDataParallel, whose processes would train different "
             "weights from then on: truncate the model inside and wrap it anew"
         )
-    left_alone = {identity(model.get_submodule(name)) for name in skipped(model, skip)}
-    layers = {name: layer for name, layer in canonical_layers(model).items() if identity(layer) not in left_alone}
+    left_alone = {tie_key(model.get_submodule(name)) for name in skipped(model, skip)}
+    layers = {name: layer for name, layer in canonical_layers(model).items() if tie_key(layer) not in left_alone}
     if not layers:
         raise ValueError(f"{type(model).__name__} has no canonical layer to truncate")
     for name, layer in layers.items():
@@ -252,9 +242,9 @@ def _choose(
 
     if budget == "flops":
         total = all_flops(model, work)
-        saved = {name: _flops_saved(layer.rank, work.get(identity(layer), Work())) for name, layer in layers.items()}
+        saved = {name: _flops_saved(layer.rank, work.get(tie_key(layer), Work())) for name, layer in layers.items()}
     else:
-        total = count_weights(model)
+        total = count_parameters(model)
         saved = {name: [n * (1 + sum(layer.modes)) for n in range(layer.rank)] for name, layer in layers.items()}
     sequence = budgets.cheapest_first(eliminations, saved)
     if budget in ("params", "flops"):
@@ -273,14 +263,14 @@ def _choose(
 
 def _ranks(ranks: int | Mapping[str, int], model: nn.Module, layers: Mapping[str, CPLayer]) -> Mapping[str, int]:
     if isinstance(ranks, Mapping):
-        told = told_to_twins("ranks", ranks, with_twins(model, layers), "truncate")
+        told = spread_over_tied("ranks", ranks, including_tied(model, layers), "truncate")
     else:
         told = dict.fromkeys(layers, ranks)
     kept = {}
     for name in (name for name in told if name in layers):
         asked = told[name]
         most = layers[name].rank
-        rank = whole("rank", asked, where=f" for {name or 'the layer'}")
+        rank = check_int("rank", asked, where=f" for {name or 'the layer'}")
         if isinstance(ranks, Mapping) and rank > most:
             raise ValueError(f"expected 1 <= rank <= {most}, got {rank} for {name or 'the layer'}")
         kept[name] = min(rank, most)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from cpnorm._checks import expect, expect_generator, is_number, whole
+from cpnorm._checks import check_generator, check_int, check_type, is_number
 from cpnorm.cp.als import Progress, als_sweeps, power_sweep, random_units, repeat, svd_of_wide, unit_rows
 from cpnorm.cp.tensor import CPTensor
 
@@ -51,7 +51,7 @@ def cp_exact(weight: Tensor, rank: int | None = None, *, generator: torch.Genera
     (144, 1.0)
     """
     dense, scale = _scaled(weight)
-    expect_generator(generator)
+    check_generator(generator)
     rank = _checked_rank(exact_rank(dense.shape) if rank is None else rank, weight)
     *kernel, middle, longest = sorted(range(dense.ndim), key=lambda mode: dense.shape[mode])
     slices = dense.permute(*kernel, middle, longest).reshape(-1, dense.shape[middle], dense.shape[longest])
@@ -97,8 +97,8 @@ def cp_power(
     """
     dense, scale = _scaled(weight)
     rank = _checked_rank(rank, weight)
-    expect_generator(generator)
-    restarts, iterations = whole("restarts", restarts), whole("iterations", iterations)
+    check_generator(generator)
+    restarts, iterations = check_int("restarts", restarts), check_int("iterations", iterations)
     if scale == 0 or _is_matrix(dense.shape):
         return cp_exact(weight, rank, generator=generator)
 
@@ -170,8 +170,8 @@ def cp_als(
     """
     dense, scale = _scaled(weight)
     rank = _checked_rank(rank, weight)
-    expect_generator(generator)
-    sweeps = whole("sweeps", sweeps)
+    check_generator(generator)
+    sweeps = check_int("sweeps", sweeps)
     for name, value in (("tolerance", tolerance), ("ridge", ridge)):
         if not (is_number(value) and value >= 0):
             raise ValueError(f"expected {name} >= 0, got {value!r}")
@@ -226,8 +226,8 @@ def estimate_rank(
     6
     """
     dense, scale = _scaled(weight)
-    expect_generator(generator)
-    sweeps = whole("sweeps", sweeps)
+    check_generator(generator)
+    sweeps = check_int("sweeps", sweeps)
     if not (is_number(fit) and 0 < fit <= 1):
         raise ValueError(f"expected 0 < fit <= 1, got {fit!r}")
     bound = exact_rank(dense.shape)
@@ -287,7 +287,7 @@ def _errors_by_growth(
 
 def _scaled(weight: Tensor) -> tuple[Tensor, float]:
     """The weight in at least single precision with norm 1 (or 0), so that no product over- or underflows; its norm."""
-    expect(weight, Tensor, "a tensor as weight")
+    check_type(weight, Tensor, "a tensor as weight")
     shape = tuple(weight.shape)
     if weight.is_meta or weight.layout != torch.strided:
         what = "on the meta device" if weight.is_meta else f"with layout {weight.layout}"
@@ -314,7 +314,7 @@ def _is_matrix(shape: Sequence[int]) -> bool:
 
 
 def _checked_rank(rank: int, weight: Tensor) -> int:
-    return whole("rank", rank, where=f" for a weight of shape {tuple(weight.shape)}")
+    return check_int("rank", rank, where=f" for a weight of shape {tuple(weight.shape)}")
 
 
 def _as_given(weight: Tensor, scale: float, lambdas: Tensor, factors: Sequence[Tensor]) -> CPTensor:

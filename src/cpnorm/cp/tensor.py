@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpnorm._checks import expect, whole
+from cpnorm._checks import check_int, check_type
 
 
 def khatri_rao(factors: Sequence[Tensor]) -> Tensor:  # [(d1, R), (d2, R), ...] -> (d1 * d2 * ..., R)
@@ -118,7 +118,7 @@ class CPTensor:
     def __post_init__(self) -> None:
         object.__setattr__(self, "factors", tuple(self.factors))
         for part in (self.sigma, self.lambdas, *self.factors):
-            expect(part, Tensor, "tensors as sigma, lambdas and factors")
+            check_type(part, Tensor, "tensors as sigma, lambdas and factors")
             if not part.is_floating_point() or part.device != self.lambdas.device:
                 expected = f"floating-point numbers on one device, {self.lambdas.device}"
                 raise ValueError(f"expected {expected}, got {part.dtype} on {part.device}")
@@ -195,7 +195,7 @@ class CPTensor:
 
     def fit(self, dense: Tensor) -> float:
         """1 - ||dense - W|| / ||dense||, the paper's measure (its equation 6); 1 is a perfect fit."""
-        expect(dense, Tensor, "a tensor")
+        check_type(dense, Tensor, "a tensor")
         if tuple(dense.shape) != self.shape:
             raise ValueError(f"expected a tensor of shape {self.shape}, got {tuple(dense.shape)}")
         wide = torch.promote_types(dense.dtype, torch.float32)
@@ -214,10 +214,16 @@ class CPTensor:
 
     def largest(self, rank: int) -> CPTensor:
         """The ``rank`` terms of largest absolute lambda, in their old order."""
-        kept = self.lambdas.abs().argsort(descending=True, stable=True)[: whole("rank", rank)]
+        kept = self.lambdas.abs().argsort(descending=True, stable=True)[: check_int("rank", rank)]
         return self.select(kept.sort().values)
 
     def to(self, *args: Any, **kwargs: Any) -> CPTensor:
         """On another device or in another dtype, as ``torch.Tensor.to`` takes them."""
         sigma, lambdas, *factors = (t.to(*args, **kwargs) for t in (self.sigma, self.lambdas, *self.factors))
         return CPTensor(sigma, lambdas, tuple(factors))
+
+
+def split_scale(scales: Tensor) -> tuple[Tensor, Tensor]:  # (R,) -> (R,), (R,)
+    """Half of each term's size to the first step and half to the last: numbers of one size quantise best."""
+    root = scales.abs().sqrt()
+    return root, root * scales.sign()

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from cpnorm._checks import Inputs, expect
+from cpnorm._checks import Inputs, check_type
 from cpnorm.deploy.equivalence import called_by_hand, computes_as, runs_channels_last, stays_the_same
 from cpnorm.deploy.forms import ALIGNED, FormCost, chain, form_cost, forms_of
 from cpnorm.deploy.fused import PATCHES, STAGE, kernels_are_right, put_closings, put_stages
@@ -21,8 +21,8 @@ from cpnorm.deploy.rewrite import has_layouts, lighten_relus, plain_copy, slice_
 from cpnorm.deploy.timing import race
 from cpnorm.deploy.tracing import Call, calls_of, run
 from cpnorm.gpu.fused_blocks import WIDEST
-from cpnorm.gpu.fused_launch import HAS_TRITON, within_reach
-from cpnorm.nn.convert import canonical_layers, fold, told_to_twins, with_twins
+from cpnorm.gpu.fused_launch import HAS_TRITON, kernels_supported
+from cpnorm.nn.convert import canonical_layers, fold, including_tied, spread_over_tied
 from cpnorm.nn.layers import CPLayer
 
 Goal = Literal["time", "weights"]
@@ -110,7 +110,7 @@ class Factorization:
             raise ValueError("this choice has kernels already")
         dense = fold(copy.deepcopy(model)).eval()
         device = next(dense.parameters()).device
-        if not within_reach(device):
+        if not kernels_supported(device):
             raise ValueError(f"kernels are for models on a GPU, got one on {device}")
         if not HAS_TRITON:
             raise ImportError("kernels need triton, which torch brings along for GPUs on Linux")
@@ -213,10 +213,10 @@ def choose_forms(
         forms: {"features.3": "depthwise"} decides for some layers by hand; "dense" keeps one in one piece.
     """
     layers = canonical_layers(model)
-    expect(forms, (Mapping, type(None)), "a mapping from layer names to forms")
+    check_type(forms, (Mapping, type(None)), "a mapping from layer names to forms")
     if not layers:
         raise ValueError(f"{type(model).__name__} has no canonical layer to factorize")
-    told = told_to_twins("forms", forms or {}, with_twins(model, layers), "factorize")
+    told = spread_over_tied("forms", forms or {}, including_tied(model, layers), "factorize")
     asked = {name: form for name, form in told.items() if name in layers}
     for name, form in asked.items():
         if form not in (known := [*forms_of(layers[name]), "dense"]):

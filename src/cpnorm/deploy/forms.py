@@ -19,8 +19,9 @@ from torch.fx import Graph, GraphModule
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
-from cpnorm.cp.tensor import khatri_rao, unit_columns
+from cpnorm.cp.tensor import khatri_rao, split_scale, unit_columns
 from cpnorm.nn.layers import CPLayer
+from cpnorm.nn.planner import linear_modes
 
 CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 CONV_TRANSPOSE = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -74,13 +75,6 @@ def _moves(conv: _ConvNd, axis: int) -> bool:
     return max(conv.kernel_size[axis], conv.stride[axis]) > 1 or max(padding, int(conv.output_padding[axis])) > 0
 
 
-def linear_modes(layer: nn.Linear) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The modes that make up the outputs, and those that make up the inputs."""
-    modes = cast(CPLayer, layer).modes
-    count = next(n for n in range(1, len(modes)) if math.prod(modes[:n]) == layer.out_features)
-    return modes[:count], modes[count:]
-
-
 # --- building one -------------------------------------------------------------------------------------------------
 
 
@@ -115,7 +109,7 @@ def chain(layer: CPLayer, form: str, *, empty: bool = False) -> nn.Sequential:
 def _linear_chain(layer: nn.Linear, form: str, scales: Tensor, factors: Sequence[Tensor]) -> nn.Sequential:
     outputs, inputs = linear_modes(layer)
     out, into = factors[: len(outputs)], factors[len(outputs) :]
-    first, last = halved(scales)
+    first, last = split_scale(scales)
     rank, space = len(scales), inputs[1:]
     closing = _plain(nn.Linear(rank, layer.out_features, device="meta"), khatri_rao(out) * last, layer.bias)
     if form == "low-rank":
@@ -140,7 +134,7 @@ def _conv_chain(conv: _ConvNd, steps: Steps, scales: Tensor, factors: Sequence[T
     for axis, kernel in enumerate(kernels):
         if not any(axis in step for step in steps):
             scales = scales * kernel[0]
-    first, last = halved(scales)
+    first, last = split_scale(scales)
     # Groups share the input vectors of a convolution, and the output vectors of a transposed one.
     into = (into * first).reshape(-1, conv.in_channels // groups, len(scales)).expand(groups, -1, -1)  # (g, I / g, R)
     out = (out * last).repeat(groups if conv.transposed else 1, 1)  # (O, R)
@@ -159,12 +153,6 @@ def _conv_chain(conv: _ConvNd, steps: Steps, scales: Tensor, factors: Sequence[T
             weight = torch.einsum("or,r...->or...", out, kernel)  # (O, R, k, ...)
             layers["out"] = _conv_step(conv, axes, weight, groups, conv.bias)
     return nn.Sequential(OrderedDict(layers))
-
-
-def halved(scales: Tensor) -> tuple[Tensor, Tensor]:  # (R,) -> (R,), (R,)
-    """Half of each term's size to the first step and half to the last: numbers of one size quantise best."""
-    root = scales.abs().sqrt()
-    return root, root * scales.sign()
 
 
 def _kernel(kernels: Sequence[Tensor], axes: Iterable[int]) -> Tensor:  # [(k_i, R)] -> (R, k or 1, ...)

@@ -13,7 +13,7 @@ from cpnorm._checks import Inputs
 from cpnorm.deploy.rewrite import DROPOUTS, halves_maps
 from cpnorm.deploy.tracing import has_hooks, places_in, run
 from cpnorm.gpu.fused_blocks import Closing, Stage, opening_of, stage_of, takes
-from cpnorm.nn.layers import CPConv2d, CPLayer, CPLinear
+from cpnorm.nn.layers import CPConv2d, CPLayer, CPLinear, tie_key
 
 STAGE, PATCHES = "stage", "patches"
 ROUNDING = 0.03  # of a stage's output: bfloat16 is off by 0.003, one of sixteen terms left out by 0.25
@@ -55,13 +55,13 @@ def put_stages(model: nn.Module, widest: int) -> dict[str, str]:
     """
     names = {id(module): name for name, module in model.named_modules()}
     places = places_in(model)
-    tied = Counter(id(module.lambdas) for module in model.modules() if isinstance(module, CPLayer))
+    tied = Counter(tie_key(module) for module in model.modules() if isinstance(module, CPLayer))
     staged: dict[str, str] = {}
 
     def fits(layer: nn.Module | None, *, patches: bool = False) -> bool:
         if not isinstance(layer, CPLayer) or has_hooks(layer):
             return False
-        alone = places[id(layer)] == 1 and tied[id(layer.lambdas)] == 1
+        alone = places[id(layer)] == 1 and tied[tie_key(layer)] == 1
         return alone and takes(layer, patches=patches) and (patches or layer.rank <= widest)
 
     for line in lines_of(model):

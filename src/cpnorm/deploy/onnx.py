@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from cpnorm._checks import Inputs, as_arguments, expect_model
+from cpnorm._checks import Inputs, as_arguments, check_model
 from cpnorm.nn.convert import fold
 
 LARGEST = 2**31 - 2**20  # of one ONNX file
@@ -45,7 +45,7 @@ def export_onnx(
     missing = [package for package in ("onnx", "onnxscript") if importlib.util.find_spec(package) is None]
     if missing:
         raise ImportError(f"export_onnx needs {' and '.join(missing)}: pip install 'cpnorm[onnx]'")
-    expect_model(model)
+    check_model(model)
     with torch.autocast("cpu", enabled=False):  # whatever surrounds this call
         _export(model, example_input, Path(path), dynamic_batch, check)
 

@@ -16,7 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 from cpnorm.deploy.forms import chain
 from cpnorm.deploy.tracing import has_hooks, places_in
 from cpnorm.nn.convert import canonical_layers, fold
-from cpnorm.nn.layers import CPLayer
+from cpnorm.nn.layers import CPLayer, tie_key
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
@@ -33,14 +33,14 @@ def plain_copy(
 ) -> nn.Module:
     """The model with its canonical layers as chains, or folded; what was shared or tied stays so."""
     twin = copy.deepcopy(model)
-    first = {id(layer.lambdas): name for name, layer in canonical_layers(twin).items()}
+    first = {tie_key(layer): name for name, layer in canonical_layers(twin).items()}
     leaders: dict[int, nn.Sequential] = {}  # by the id of the lambdas: tied layers share the weights of one chain
     chains: list[tuple[CPLayer, nn.Sequential]] = []
     for layer in twin.modules():
-        if not isinstance(layer, CPLayer) or forms[first[id(layer.lambdas)]] == "dense":
+        if not isinstance(layer, CPLayer) or forms[first[tie_key(layer)]] == "dense":
             continue
-        plain = chain(layer, forms[first[id(layer.lambdas)]])
-        leader = leaders.setdefault(id(layer.lambdas), plain)
+        plain = chain(layer, forms[first[tie_key(layer)]])
+        leader = leaders.setdefault(tie_key(layer), plain)
         for step, owner in zip(plain.modules(), leader.modules(), strict=True):
             if "weight" in owner._parameters:
                 step.weight = owner.weight

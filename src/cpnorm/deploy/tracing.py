@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from cpnorm._checks import Inputs, as_arguments
-from cpnorm.compress.probe import uncompiled
 from cpnorm.nn.convert import canonical_layers
-from cpnorm.nn.layers import CPLayer
+from cpnorm.nn.layers import CPLayer, tie_key
+from cpnorm.nn.running import uncompiled
 
 Shape = tuple[int, ...]
 
@@ -56,12 +56,12 @@ def places_in(model: nn.Module) -> Counter[int]:
 def calls_of(model: nn.Module, dense: nn.Module, example_input: Inputs) -> dict[str, list[Call]]:
     """The calls of every canonical layer, and of those tied to it, in one pass through the folded model."""
     layers = canonical_layers(model)
-    first = {id(layer.lambdas): name for name, layer in layers.items()}
+    first = {tie_key(layer): name for name, layer in layers.items()}
     calls: dict[str, list[Call]] = {name: [] for name in layers}
     reads: dict[str, str] = {}
 
     def watch(name: str, layer: CPLayer) -> None:
-        leader = first[id(layer.lambdas)]
+        leader = first[tie_key(layer)]
         tie = "" if layer.extra_repr() == layers[leader].extra_repr() else "tied to a layer with other settings"
         tie = "it has hooks" if has_hooks(layer) else tie
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cpnorm.cp.tensor import dense_from_terms, khatri_rao, unit_columns
-from cpnorm.deploy.forms import halved, linear_modes
+from cpnorm.cp.tensor import dense_from_terms, khatri_rao, split_scale, unit_columns
 from cpnorm.gpu.fused_launch import Blocks, aligned, launch_closing, launch_stage, runs_kernel
 from cpnorm.nn.layers import CPConv2d, CPLayer, CPLinear
+from cpnorm.nn.planner import linear_modes
 
 WIDEST = 256  # terms that fit into registers
 LARGEST_PATCH = 64  # numbers that the kernel of a first layer sees
@@ -264,7 +264,7 @@ def _steps(layer: CPLayer) -> tuple[Tensor, Tensor | None, Tensor]:  # (I, R), (
     else:
         out, into, *kernels = factors
         taps = khatri_rao(kernels).unflatten(0, cast(CPConv2d, layer).kernel_size)
-    first, last = halved(scales)
+    first, last = split_scale(scales)
     zeros = (0, aligned(layer.rank) - layer.rank)
     return F.pad(into * first, zeros), None if taps is None else F.pad(taps, zeros), F.pad(out * last, zeros)
 

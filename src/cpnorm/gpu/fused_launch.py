@@ -34,11 +34,11 @@ class Blocks(NamedTuple):
 def runs_kernel(x: Tensor, weight: Tensor | None = None) -> bool:
     """Whether the kernels can do it: on a GPU (or in triton's interpreter), in their precisions, without gradients."""
     alike = weight is None or (x.dtype == weight.dtype and x.device == weight.device)
-    fit = HAS_TRITON and within_reach(x.device) and x.dtype in PRECISIONS
+    fit = HAS_TRITON and kernels_supported(x.device) and x.dtype in PRECISIONS
     return fit and alike and not (torch.is_grad_enabled() and x.requires_grad)
 
 
-def within_reach(device: torch.device) -> bool:
+def kernels_supported(device: torch.device) -> bool:
     """Of the kernels."""
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -8,7 +8,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from cpnorm.nn.convert import canonical_layers, with_twins
+from cpnorm.nn.convert import canonical_layers, including_tied
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -22,7 +22,7 @@ def shard(model: Module, mesh: DeviceMesh, **options: Any) -> Module:
     layers = canonical_layers(model)
     sigmas = {layer.sigma for layer in layers.values()}
     for name, layer in layers.items():
-        twins: list[nn.Module] = list(with_twins(model, {name: layer}).values())  # parameters have one owner
+        twins: list[nn.Module] = list(including_tied(model, {name: layer}).values())  # parameters have one owner
         fully_shard(twins, mesh=mesh, ignored_params=sigmas, **options)
     fully_shard(model, mesh=mesh, ignored_params=sigmas, **options)
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from cpnorm._checks import expect
+from cpnorm._checks import check_type
 from cpnorm.io.checkpoint import load, save
 from cpnorm.nn.convert import canonical_layers
 
@@ -24,7 +24,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], config: Ma
     """
     own = config if config is not None else getattr(model, "config", None) or {}
     own = own.to_dict() if hasattr(own, "to_dict") else own
-    expect(own, Mapping, "a mapping as config, or a model with one that has to_dict()")
+    check_type(own, Mapping, "a mapping as config, or a model with one that has to_dict()")
     settings = dict(own)
     settings["cpnorm"] = {"ranks": {name: layer.rank for name, layer in canonical_layers(model).items()}}
     text = json.dumps(settings, indent=2, sort_keys=True) + "\n"  # first of all, since it may fail

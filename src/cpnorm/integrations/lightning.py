@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from cpnorm import GradualTruncation, renormalize_after
 from cpnorm.integrations import one_process, scalars, take_ranks
-from cpnorm.nn.convert import holds_terms
+from cpnorm.nn.training import holds_terms
 
 
 class CanonicalCallback(Callback):

@@ -12,11 +12,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from cpnorm._checks import expect, expect_model
+from cpnorm._checks import check_model, check_type
 from cpnorm.cp.tensor import CPTensor
 from cpnorm.io.fileformat import Content, Shape, StoredLayer, join, opened, read_content, write
-from cpnorm.nn.convert import anchor, become_canonical, canonical_layers, expect_gathered, fold, is_plainly
-from cpnorm.nn.layers import CANONICAL_TYPES, PATHS, CPLayer
+from cpnorm.nn.convert import become_canonical, canonical_layers, check_not_sharded, fold, is_unmodified
+from cpnorm.nn.layers import CANONICAL_TYPES, PATHS, CPLayer, tie_key
 from cpnorm.nn.planner import weight_shape
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -33,8 +33,8 @@ def save(model: nn.Module, path: PathLike, *, metadata: Mapping[str, Any] | None
     ...     load(f"{folder}/small.safetensors", nn.Linear(8, 4)).rank, read_metadata(f"{folder}/small.safetensors")
     (2, {'epoch': 3})
     """
-    expect_gathered(model)
-    expect(metadata, (Mapping, type(None)), "a mapping or None as metadata")
+    check_not_sharded(model)
+    check_type(metadata, (Mapping, type(None)), "a mapping or None as metadata")
     model = _unwrapped(model)
     for name, layer in canonical_layers(model).items():
         if layer.path not in PATHS:
@@ -57,7 +57,7 @@ def load(path: PathLike, model: Module) -> Module:
     first difference, and leaves the model as it was. A layer that changes its kind gets new parameters: build the
     optimizer afterwards.
     """
-    expect_model(model)
+    check_model(model)
     target = _unwrapped(model)
     with opened(Path(path)) as reader:
         content = _with_ties_of(target, read_content(Path(path), reader))
@@ -116,11 +116,11 @@ def _wanted(content: Content, model: nn.Module) -> dict[str, _Wanted]:
         stored = found.modes if found else content.shapes[join(name, "weight")]
         if not _same_weight(stored, layer):
             raise _misfit(content, join(name, "weight"), stored, weight_shape(layer))
-        leader, form = anchors.setdefault(id(anchor(layer)), (name, found))
+        leader, form = anchors.setdefault(tie_key(layer), (name, found))
         if form != found:
             raise _untied(content, leader, name)
         shapes: dict[str, Shape] = found.shapes() if found else {"weight": weight_shape(layer)}
-        new = {join(name, last): _Wanted(shape, (id(anchor(layer)), last)) for last, shape in shapes.items()}
+        new = {join(name, last): _Wanted(shape, (tie_key(layer), last)) for last, shape in shapes.items()}
         for last, parameter in layer.named_parameters():
             if parameter is not layer.bias:
                 changed[join(name, last)] = new
@@ -168,7 +168,7 @@ def _untied(content: Content, one: str, other: str) -> ValueError:
 def _kind(layer: nn.Module) -> type[CPLayer] | None:
     """The canonical class of a layer, or the one it could have; None for what has no canonical form."""
     for kind in CANONICAL_TYPES:
-        if type(layer) is kind or is_plainly(layer, kind.plain):
+        if type(layer) is kind or is_unmodified(layer, kind.plain):
             return kind if isinstance(layer, CPLayer) or "weight" in layer._parameters else None
     return None
 
@@ -185,12 +185,13 @@ def _same_weight(modes: Shape, layer: nn.Module) -> bool:
 
 def _take_form(content: Content, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
     """Make every layer canonical or plain as in the file, tied where the model ties; all that could fail is checked."""
-    leaders: dict[nn.Parameter, nn.Module] = {}
+    leaders: dict[int, nn.Module] = {}
+    held = list(model.parameters())  # tie keys are ids: none may be given to another parameter meanwhile
     for name, layer in list(model.named_modules()):
         kind, found = _kind(layer), content.layers.get(name)
         if kind is None or not (found or isinstance(layer, CPLayer)):
             continue
-        leader = leaders.setdefault(anchor(layer), layer)
+        leader = leaders.setdefault(tie_key(layer), layer)
         if found is None:
             layer = fold(layer)
             layer.weight = leader.weight
@@ -205,3 +206,4 @@ def _take_form(content: Content, tensors: Mapping[str, Tensor], model: nn.Module
         canonical.path, canonical.columns_are_unit = found.path, False
         twin = cast(CPLayer, leader)
         canonical.share_terms(twin)
+    del held

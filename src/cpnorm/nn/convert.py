@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
-from torch.utils.hooks import RemovableHandle
 
-from cpnorm._checks import expect, expect_generator, expect_model, is_number, whole
+from cpnorm._checks import check_generator, check_int, check_model, check_type, is_number
 from cpnorm.cp.decompose import exact_rank
-from cpnorm.cp.tensor import CPTensor, inverse_norms
-from cpnorm.nn.layers import CANONICAL_TYPES, CPLayer, check_options, initial_form
+from cpnorm.cp.tensor import CPTensor
+from cpnorm.nn.layers import CANONICAL_TYPES, CPLayer, check_options, initial_form, tie_key
 
 Module = TypeVar("Module", bound=nn.Module)
 Rank = int | float | str
@@ -62,11 +61,11 @@ def canonical_norm(
     (27, True)
     """
     check_options(init, lambdas)
-    expect_generator(generator)
-    expect(modes, (Mapping, type(None)), "a mapping from layer names to shapes as modes")
+    check_generator(generator)
+    check_type(modes, (Mapping, type(None)), "a mapping from layer names to shapes as modes")
     layers = convertible_layers(model, skip)
-    rank = told_to_twins("rank", rank, layers, "convert") if isinstance(rank, Mapping) else rank
-    modes = told_to_twins("modes", modes or {}, layers, "convert")
+    rank = spread_over_tied("rank", rank, layers, "convert") if isinstance(rank, Mapping) else rank
+    modes = spread_over_tied("modes", modes or {}, layers, "convert")
     if not layers:
         raise ValueError(f"{type(model).__name__} has no linear or convolutional layer to convert")
 
@@ -97,7 +96,7 @@ def canonical_norm(
 
 def canonical_layers(model: nn.Module) -> dict[str, CPLayer]:
     """The canonical layers of a model by name, in order; tied ones once."""
-    expect_model(model)
+    check_model(model)
     found: dict[str, CPLayer] = {}
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -108,77 +107,22 @@ def canonical_layers(model: nn.Module) -> dict[str, CPLayer]:
                 or not factors <= module.factors._parameters.keys()
             ):
                 raise ValueError(f"expected terms as they are, got pruned or parametrized in {_title(name)}")
-            if id(module.lambdas) not in seen:
-                seen.add(id(module.lambdas))
+            if tie_key(module) not in seen:
+                seen.add(tie_key(module))
                 found[name] = module
     return found
 
 
-def with_twins(model: nn.Module, layers: Mapping[str, CPLayer]) -> dict[str, CPLayer]:
+def including_tied(model: nn.Module, layers: Mapping[str, CPLayer]) -> dict[str, CPLayer]:
     """These canonical layers of a model, and all that share their terms."""
-    own = {anchor(layer) for layer in layers.values()}
-    return {name: m for name, m in model.named_modules() if isinstance(m, CPLayer) and anchor(m) in own}
-
-
-def renormalize(model: Module) -> Module:
-    """Make every vector a unit vector again, in place; W does not change, since its equation divides by the norms.
-
-    A term with a zero vector is zero: its lambda becomes 0 and the vector an arbitrary unit vector.
-    """
-    layers = canonical_layers(model).values()
-    factors = [factor for layer in layers for factor in layer.factors]
-    renormalize_terms(factors, [layer.lambdas for layer in layers for _ in layer.factors])
-    return model
-
-
-@torch.no_grad()
-def renormalize_terms(factors: Sequence[Tensor], lambdas: Sequence[Tensor]) -> None:  # [(d, R)], [(R,)] of each factor
-    """The tensor work of ``renormalize``, for those who compile or capture it."""
-    if len(factors) != len(lambdas):
-        raise ValueError(f"expected the lambdas of each of {len(factors)} factors, got {len(lambdas)}")
-    for factor, scales in zip(factors, lambdas, strict=True):
-        inverse = inverse_norms(factor)
-        dead = inverse == 0
-        factor.mul_(inverse).masked_fill_(dead, factor.shape[0] ** -0.5)
-        scales.masked_fill_(dead, 0.0)
-
-
-def renormalize_after(optimizer: torch.optim.Optimizer, model: nn.Module) -> RemovableHandle:
-    """Renormalise after every step of the optimizer, as the paper does; ``handle.remove()`` ends it.
-
-    >>> model = canonical_norm(nn.Linear(4, 3))
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> handle = renormalize_after(optimizer, model)
-    >>> model(torch.randn(2, 4)).square().sum().backward()
-    >>> optimizer.step()
-    >>> torch.allclose(model.factors[0].norm(dim=0), torch.ones(3))
-    True
-    """
-    expect(optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
-    if not canonical_layers(model):
-        raise ValueError(f"{type(model).__name__} has no canonical layer to renormalise")
-    if not holds_terms(optimizer, model):
-        raise ValueError("the optimizer holds no canonical parameter of the model: make it after canonical_norm")
-    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
-        raise TypeError(f"expected an optimizer with hooks, got a {type(optimizer).__name__}: do it before wrapping it")
-
-    def hook(*_: object) -> None:
-        renormalize(model)
-
-    return optimizer.register_step_post_hook(hook)
-
-
-def holds_terms(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    """Whether it trains any canonical layer of the model, or none is to be trained."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    terms = [p for layer in canonical_layers(model).values() for p in layer.canonical_parameters() if p.requires_grad]
-    return not terms or any(id(parameter) in held for parameter in terms)
+    own = {tie_key(layer) for layer in layers.values()}
+    return {name: m for name, m in model.named_modules() if isinstance(m, CPLayer) and tie_key(m) in own}
 
 
 @torch.inference_mode(False)
 def fold(model: Module) -> Module:
     """Turn canonical layers back into plain dense ones, in place, with the same outputs; the model is returned."""
-    expect_gathered(model)
+    check_not_sharded(model)
     canonical_layers(model)  # which is an error where something stands in the way
     layers = [module for module in model.modules() if isinstance(module, CPLayer)]
     for name, module in model.named_modules():
@@ -189,13 +133,13 @@ def fold(model: Module) -> Module:
                 raise ValueError(f"expected the layer's own forward, got another in {_title(name)}: take it off first")
     tied: dict[int, nn.Parameter] = {}
     for module in layers:  # all that takes memory first: if there is not enough of it, the model stays as it was
-        if (key := id(module.lambdas)) not in tied:
+        if (key := tie_key(module)) not in tied:
             kind = module.lambdas.device.type
             with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
                 dense = module.weight.detach().contiguous().clone()
             tied[key] = nn.Parameter(dense, requires_grad=module.lambdas.requires_grad)
     for module in layers:
-        key = id(module.lambdas)
+        key = tie_key(module)
         for name in ("sigma", "lambdas"):
             del module._parameters[name]
         del module._modules["factors"]
@@ -221,7 +165,7 @@ def convertible_layers(model: nn.Module, skip: Skip = ()) -> dict[str, nn.Module
             continue
         if isinstance(module, CPLayer):
             raise ValueError(f"expected plain layers, but {_title(name, module)} is canonical already")
-        if any(is_plainly(module, kind.plain) for kind in CANONICAL_TYPES):
+        if any(is_unmodified(module, kind.plain) for kind in CANONICAL_TYPES):
             _check_weight(name, module)
             layers[name] = module
     _check_ties(model, layers)
@@ -230,11 +174,11 @@ def convertible_layers(model: nn.Module, skip: Skip = ()) -> dict[str, nn.Module
 
 def skipped(model: nn.Module, skip: Skip) -> set[str]:
     """Names of the modules that ``skip`` means, and of all inside them; a pattern that names none is an error."""
-    expect_model(model)
-    expect(skip, (str, type, Iterable), "names, patterns or types as skip")
+    check_model(model)
+    check_type(skip, (str, type, Iterable), "names, patterns or types as skip")
     skips = (skip,) if isinstance(skip, str | type) else tuple(skip)
     for entry in skips:
-        expect(entry, (str, type), "names, patterns or types as skip")
+        check_type(entry, (str, type), "names, patterns or types as skip")
     types = tuple(s for s in skips if isinstance(s, type))
     modules = dict(model.named_modules())
     found = {name for name, module in modules.items() if isinstance(module, types)}
@@ -251,7 +195,7 @@ WAYS = ("forward", "__call__", "_conv_forward", "_output_padding")
 HARMLESS = ("extra_repr", "reset_parameters", "_is_protocol")  # in a subclass, beside special names
 
 
-def is_plainly(module: nn.Module, plain: type[nn.Module]) -> bool:
+def is_unmodified(module: nn.Module, plain: type[nn.Module]) -> bool:
     """Whether it computes what the plain layer computes, and has nothing that others may ask a subclass for."""
     if not isinstance(module, plain) or any(getattr(type(module), w, 0) is not getattr(plain, w, 0) for w in WAYS):
         return False
@@ -260,9 +204,9 @@ def is_plainly(module: nn.Module, plain: type[nn.Module]) -> bool:
     return all(name in HARMLESS or name.startswith(("__", "_abc_")) for name in added)
 
 
-def expect_gathered(model: nn.Module) -> None:
+def check_not_sharded(model: nn.Module) -> None:
     """Of parameters that FSDP has sharded a process holds a part, from which no other form of the layer can be made."""
-    expect_model(model)
+    check_model(model)
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
         raise ValueError("expected whole parameters, got sharded ones: gather them into a plain model first")
 
@@ -296,23 +240,18 @@ def _check_ties(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
                 raise ValueError(f"the weight of {_title(name, layer)} is also that of {other}: skip or untie them")
 
 
-def told_to_twins(
+def spread_over_tied(
     option: str, named: Mapping[str, Value], layers: Mapping[str, nn.Module], purpose: str
 ) -> dict[str, Value]:
     """What is said of one of several tied layers, said of all; it is an error to say different things."""
     if unknown := [name for name in named if name not in layers]:
         raise ValueError(f"{option} names layers that are not there to {purpose}: {', '.join(map(str, unknown))}")
-    said: dict[nn.Parameter, tuple[str, Value]] = {}
+    said: dict[int, tuple[str, Value]] = {}
     for name, value in named.items():
-        first, before = said.setdefault(anchor(layers[name]), (name, value))
+        first, before = said.setdefault(tie_key(layers[name]), (name, value))
         if first != name and repr(_plain_value(before)) != repr(_plain_value(value)):  # 1 term is not 1.0 of them
             raise ValueError(f"{first} and {name} share a weight, but {option} says {before} and {value}")
-    return {name: said[anchor(layer)][1] for name, layer in layers.items() if anchor(layer) in said}
-
-
-def anchor(layer: nn.Module) -> nn.Parameter:
-    """The parameter that tied layers share, whatever form they are in."""
-    return layer.lambdas if isinstance(layer, CPLayer) else cast(nn.Parameter, layer.weight)
+    return {name: said[tie_key(layer)][1] for name, layer in layers.items() if tie_key(layer) in said}
 
 
 def _plain_value(value: object) -> object:
@@ -323,8 +262,8 @@ def modes_of(name: str, layer: nn.Module, modes: Mapping[str, Sequence[int]]) ->
     """The shape a layer's weight is decomposed in: its own, or the finer one asked for."""
     weight = cast(Tensor, layer.weight)
     asked = modes.get(name, weight.shape)
-    expect(asked, Sequence, f"a shape as modes of {_title(name, layer)}")
-    shape = tuple(whole("a mode", size, where=f" for {_title(name, layer)}") for size in asked)
+    check_type(asked, Sequence, f"a shape as modes of {_title(name, layer)}")
+    shape = tuple(check_int("a mode", size, where=f" for {_title(name, layer)}") for size in asked)
     prefixes = [math.prod(shape[:n]) for n in range(1, len(shape))]
     if name in modes and not (isinstance(layer, nn.Linear) and weight.shape[0] in prefixes):
         raise ValueError(f"expected modes of a linear layer, outputs first, got {shape} for {_title(name, layer)}")
@@ -346,7 +285,7 @@ def _resolve_rank(
         if not (is_number(asked) and 0 < asked <= 1):
             raise ValueError(f"expected 0 < rank fraction <= 1, got {asked} for {_title(name, layer)}")
         return max(1, round(float(asked) * exact))
-    terms = whole("rank", asked, where=f" for {_title(name, layer)}")
+    terms = check_int("rank", asked, where=f" for {_title(name, layer)}")
     return min(terms, exact) if whole_model and not isinstance(rank, Mapping) else terms
 
 

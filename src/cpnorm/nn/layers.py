@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cpnorm._checks import whole
-from cpnorm.compress.optimizer_state import watch_resized
+from cpnorm._checks import check_int
 from cpnorm.cp.decompose import cp_als, cp_exact, cp_power, exact_rank
 from cpnorm.cp.tensor import CPTensor, UnitTerms, dense_from_terms, unit_columns
 from cpnorm.nn import planner
 from cpnorm.nn.planner import CONV_TRANSPOSE, Plan, weight_shape
+from cpnorm.nn.stale_state import watch_resized
 
 INITS = ("exact", "power", "als", "kaiming_normal", "kaiming_uniform")
 LAMBDAS = ("decomposition", "ones", "normal")
@@ -94,7 +94,9 @@ class CPLayer(nn.Module):
         layer = self.plain(*args, **kwargs)
         weight = cast(Tensor, layer.weight).detach()
         exact = exact_rank(weight.shape)
-        terms = exact if rank == "exact" else whole("rank", rank, where=f" for a weight of shape {tuple(weight.shape)}")
+        terms = (
+            exact if rank == "exact" else check_int("rank", rank, where=f" for a weight of shape {tuple(weight.shape)}")
+        )
         self.__dict__.update(layer.__dict__)
         self.hold(initial_form(weight, terms, init))
 
@@ -304,3 +306,14 @@ CANONICAL_TYPES: tuple[type[CPLayer], ...] = (
     CPConvTranspose2d,
     CPConvTranspose3d,
 )
+
+
+def tie_key(layer: nn.Module) -> int:
+    """Return the same number for layers that share their weight or their terms."""
+    shared = layer._parameters.get("lambdas" if isinstance(layer, CPLayer) else "weight")
+    return id(layer if shared is None else shared)
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of parameters of a model; shared ones count once."""
+    return sum(parameter.numel() for parameter in model.parameters())

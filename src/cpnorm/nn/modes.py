@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from cpnorm._checks import expect_model
-from cpnorm.compress.probe import evaluating, run
+from cpnorm._checks import check_model
+from cpnorm.nn.running import evaluating, run
 
 Shape = tuple[int, ...]
 
@@ -27,7 +27,7 @@ def flatten_modes(model: nn.Module, example_input: Any) -> dict[str, Shape]:
     >>> flatten_modes(model, torch.randn(1, 3, 6, 6))
     {'3': (10, 8, 4, 4)}
     """
-    expect_model(model)
+    check_model(model)
     recorder = _FlattenRecorder()
     with evaluating(model), torch.no_grad(), recorder:
         run(model, example_input)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cpnorm._checks import expect, whole
+from cpnorm._checks import check_int, check_type
 from cpnorm.cp.tensor import khatri_rao, split_modes
 
 Path = Literal["rebuild", "factors"]
@@ -141,9 +141,9 @@ def plan(
        rebuild     9126.81 MFLOP    76.81 MB
     -> factors      671.09 MFLOP    22.81 MB
     """
-    expect(layer, LAYERS, "a linear or convolutional layer")
+    check_type(layer, LAYERS, "a linear or convolutional layer")
     if not isinstance(rank, int) or rank < 0:
-        rank = whole("rank", rank, least=0)
+        rank = check_int("rank", rank, least=0)
     weight = modes if modes is not None else weight_shape(layer)
     size = math.prod(weight)
     if isinstance(layer, nn.Linear):
@@ -221,3 +221,10 @@ def output_space(layer: nn.modules.conv._ConvNd, space: Sequence[int]) -> list[i
         else:
             sizes.append((length + total[i] - reach - 1) // layer.stride[i] + 1)
     return sizes
+
+
+def linear_modes(layer: nn.Linear) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The modes that make up the outputs, and those that make up the inputs."""
+    modes: tuple[int, ...] = layer.modes  # type: ignore[assignment]
+    count = next(n for n in range(1, len(modes)) if math.prod(modes[:n]) == layer.out_features)
+    return modes[:count], modes[count:]

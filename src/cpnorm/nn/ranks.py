@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from cpnorm._checks import expect, is_number
+from cpnorm._checks import check_type, is_number
 from cpnorm.cp.decompose import exact_rank
-from cpnorm.describe.tables import count_weights
-from cpnorm.nn.convert import Skip, convertible_layers, modes_of, told_to_twins
+from cpnorm.nn.convert import Skip, convertible_layers, modes_of, spread_over_tied
+from cpnorm.nn.layers import count_parameters
 
 
 def ranks_for_budget(
@@ -35,16 +35,16 @@ def ranks_for_budget(
     """
     if not is_number(params):
         raise ValueError(f"expected a number as params, got {params!r}")
-    expect(modes, (Mapping, type(None)), "a mapping from layer names to shapes as modes")
+    check_type(modes, (Mapping, type(None)), "a mapping from layer names to shapes as modes")
     layers = convertible_layers(model, skip)
-    modes = told_to_twins("modes", modes or {}, layers, "convert")
+    modes = spread_over_tied("modes", modes or {}, layers, "convert")
     shapes = {name: modes_of(name, layer, modes) for name, layer in layers.items()}
     names: dict[int, str] = {}  # by the id of the weight: of layers that share one, the first decides
     for name, layer in layers.items():
         names.setdefault(id(layer.weight), name)
     ranks = dict.fromkeys(names.values(), 1)
     cost = {name: 1 + sum(shapes[name]) for name in ranks}
-    left = params - count_weights(model) + sum(math.prod(shapes[name]) - 1 - cost[name] for name in ranks)
+    left = params - count_parameters(model) + sum(math.prod(shapes[name]) - 1 - cost[name] for name in ranks)
     if left < 0:
         raise ValueError(f"expected params >= {params - left:,}, which give every layer one term, got {params:,}")
 

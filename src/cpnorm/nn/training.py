@@ -1,15 +1,21 @@
-"""Learning rates by the length of the vectors, for optimizers that move every entry alike."""
+"""Train in canonical form: unit columns after every step, learning rates by column length, and a penalty on lambda."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from cpnorm._checks import expect_model, is_number, whole
+from cpnorm._checks import check_int, check_model, check_type, is_number
+from cpnorm.cp.tensor import inverse_norms
 from cpnorm.nn.convert import canonical_layers
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 def equal_angles(model: nn.Module, lr: float, *, entries: int = 64) -> list[dict[str, Any]]:
@@ -25,13 +31,95 @@ def equal_angles(model: nn.Module, lr: float, *, entries: int = 64) -> list[dict
     >>> [(group["lr"], [tuple(p.shape) for p in group["params"]]) for group in groups]
     [(0.001, [(16,), (), (16,)]), (0.002, [(16, 16)]), (0.0005, [(256, 16)])]
     """
-    expect_model(model)
+    check_model(model)
     if not (is_number(lr) and lr > 0):
         raise ValueError(f"expected a learning rate > 0, got {lr!r}")
-    entries = whole("entries", entries)
+    entries = check_int("entries", entries)
     lengths = {id(f): len(f) for layer in canonical_layers(model).values() for f in layer.factors}
     by_length: dict[int, list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():
         by_length[lengths.get(id(parameter), 0)].append(parameter)
     scales = {length: math.sqrt(entries / length) if length else 1.0 for length in sorted(by_length)}
     return [{"params": by_length[length], "lr": lr * scale} for length, scale in scales.items()]
+
+
+def renormalize(model: Module) -> Module:
+    """Make every vector a unit vector again, in place; W does not change, since its equation divides by the norms.
+
+    A term with a zero vector is zero: its lambda becomes 0 and the vector an arbitrary unit vector.
+    """
+    layers = canonical_layers(model).values()
+    factors = [factor for layer in layers for factor in layer.factors]
+    renormalize_terms(factors, [layer.lambdas for layer in layers for _ in layer.factors])
+    return model
+
+
+@torch.no_grad()
+def renormalize_terms(factors: Sequence[Tensor], lambdas: Sequence[Tensor]) -> None:  # [(d, R)], [(R,)] of each factor
+    """The tensor work of ``renormalize``, for those who compile or capture it."""
+    if len(factors) != len(lambdas):
+        raise ValueError(f"expected the lambdas of each of {len(factors)} factors, got {len(lambdas)}")
+    for factor, scales in zip(factors, lambdas, strict=True):
+        inverse = inverse_norms(factor)
+        dead = inverse == 0
+        factor.mul_(inverse).masked_fill_(dead, factor.shape[0] ** -0.5)
+        scales.masked_fill_(dead, 0.0)
+
+
+def renormalize_after(optimizer: torch.optim.Optimizer, model: nn.Module) -> RemovableHandle:
+    """Renormalise after every step of the optimizer, as the paper does; ``handle.remove()`` ends it.
+
+    >>> from cpnorm import canonical_norm
+    >>> model = canonical_norm(nn.Linear(4, 3))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> handle = renormalize_after(optimizer, model)
+    >>> model(torch.randn(2, 4)).square().sum().backward()
+    >>> optimizer.step()
+    >>> torch.allclose(model.factors[0].norm(dim=0), torch.ones(3))
+    True
+    """
+    check_type(optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
+    if not canonical_layers(model):
+        raise ValueError(f"{type(model).__name__} has no canonical layer to renormalise")
+    if not holds_terms(optimizer, model):
+        raise ValueError("the optimizer holds no canonical parameter of the model: make it after canonical_norm")
+    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        raise TypeError(f"expected an optimizer with hooks, got a {type(optimizer).__name__}: do it before wrapping it")
+
+    def hook(*_: object) -> None:
+        renormalize(model)
+
+    return optimizer.register_step_post_hook(hook)
+
+
+def holds_terms(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Whether it trains any canonical layer of the model, or none is to be trained."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    terms = [p for layer in canonical_layers(model).values() for p in layer.canonical_parameters() if p.requires_grad]
+    return not terms or any(id(parameter) in held for parameter in terms)
+
+
+def lambda_penalty(model: nn.Module) -> Tensor:
+    """A number in [0, 1] to add to the loss: 1 where all lambdas of a layer are alike, small where few do the work.
+
+    Per layer |lambda|_1 / (sqrt(R) |lambda|_2), averaged with the layers' weights. A plain 1-norm can be made small
+    without any sparsity, by shrinking a layer whose scale the next one restores; this ratio has no scale.
+
+    >>> from cpnorm import canonical_norm
+    >>> round(lambda_penalty(canonical_norm(nn.Linear(8, 8), lambdas="ones")).item(), 4)
+    1.0
+    """
+    layers = list(canonical_layers(model).values())
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no canonical layer to put pressure on")
+    weights = [layer.rank * sum(layer.modes) for layer in layers]
+    shares = [weight / sum(weights) * _evenness(layer.lambdas) for weight, layer in zip(weights, layers, strict=True)]
+    return torch.stack(shares).sum()
+
+
+def _evenness(lambdas: Tensor) -> Tensor:  # (R,) -> ()
+    sizes = lambdas.abs().to(torch.promote_types(lambdas.dtype, torch.float32))
+    largest = sizes.detach().amax()
+    sizes = sizes / torch.where(largest > 0, largest, 1.0)  # or squares leave the range
+    norm = torch.linalg.vector_norm(sizes).clamp_min(torch.finfo(sizes.dtype).tiny)
+    return (sizes.sum() / (len(sizes) ** 0.5 * norm)).to(lambdas.dtype)

@@ -274,7 +274,7 @@ assert not {"torch", "numpy", "sklearn", "matplotlib"} & set(sys.modules), sorte
 os.environ |= {"_CPNORM_COMPLETE": "complete_bash", "COMP_WORDS": "cpnorm train --norm ", "COMP_CWORD": "3"}
 main.main([])
 """
-    place = str(Path(main.__file__).parents[1])
+    place = str(Path(main.__file__).parents[2])
     command = [sys.executable, "-c", program, place]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stderr == ""

@@ -150,7 +150,7 @@ def test_killed_and_run_again(server: Server, tmp_path: Path, ranges: bool) -> N
     )
     checksum = hashlib.md5(CONTENT).hexdigest()
     command = [sys.executable, "-c", program, server.address + "a.bin", tmp_path / "sub/a.bin", len(CONTENT), checksum]
-    package = str(Path(download.__file__).parents[2])
+    package = str(Path(download.__file__).parents[3])
     with subprocess.Popen(
         [str(part) for part in command], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": package}, text=True
     ) as process:

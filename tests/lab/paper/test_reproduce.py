@@ -271,7 +271,7 @@ SCRIPT = """
 
 
 def start(folder: Path, work: str) -> subprocess.Popen:
-    code = textwrap.dedent(SCRIPT.format(here=[str(Path(__file__).parent), str(Path(__file__).parent.parent)]))
+    code = textwrap.dedent(SCRIPT.format(here=[str(Path(__file__).parent), str(Path(__file__).parents[2])]))
     return subprocess.Popen([sys.executable, "-c", code, str(folder), work], env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 

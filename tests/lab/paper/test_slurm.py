@@ -14,7 +14,7 @@ import pytest
 from cpnorm.lab.paper.reproduce import Job
 from tiny_queue import LONG, PREPARE, assert_everything_once, epochs_saved, holder, write_data
 
-SCRIPT = Path(__file__).parent.parent.parent / "examples/slurm/reproduce.sh"
+SCRIPT = Path(__file__).parents[3] / "examples/slurm/reproduce.sh"
 
 
 @pytest.fixture

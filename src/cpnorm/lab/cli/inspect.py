@@ -19,7 +19,7 @@ from cpnorm.lab.training.runs import RunError, RunFolder
 from cpnorm.lab.training.setup import build_model
 
 if TYPE_CHECKING:
-    from cpnorm.describe.tables import Summary
+    from cpnorm.describe.summarize import Summary
 
 BARS = "▁▂▃▄▅▆▇█"
 QUICK_INITS = ("exact", "kaiming_normal", "kaiming_uniform")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -98,6 +99,16 @@ def sentence(error: Exception) -> str:
     return f"{type(error).__name__}: {text} (--debug shows where)"
 
 
+def _version() -> str:
+    """Return the version; the installed metadata has it, and importing the package would import torch."""
+    try:
+        return importlib.metadata.version("cpnorm")
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        from cpnorm import __version__
+
+        return __version__
+
+
 @app.callback(invoke_without_command=True)
 def overview(
     context: typer.Context,
@@ -106,9 +117,7 @@ def overview(
 ) -> None:
     """What comes before any command."""
     if version:
-        from cpnorm._version import __version__
-
-        typer.echo(__version__)
+        typer.echo(_version())
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -12,13 +12,7 @@ from cpnorm.lab.paper.tables import Table
 from cpnorm.lab.report import charts, explorer, figures, recipes
 from cpnorm.lab.report.ablations import explanations
 from cpnorm.lab.report.claims import claims
-from cpnorm.lab.report.comparison import (
-    LAST,
-    PUBLISHED_RUNS,
-    Comparison,
-    compare,
-    exact_bound,
-)
+from cpnorm.lab.report.comparison import LAST, PUBLISHED_RUNS, Comparison, compare, exact_bound
 from cpnorm.lab.report.document import (
     MISSING,
     Cell,
