@@ -205,7 +205,7 @@ def compare(
         row = {"method": name, "ms": timing.milliseconds(seconds[name], count)}
         row |= {"times plain": of_plain[name]} if of_plain else {}
         if args.device == "cuda":
-            row |= {"step": t.step.kind} | kernels(t, args.kernels)
+            row |= {"step": t.step.mode} | kernels(t, args.kernels)
         rows.append(row)
         print(f"{name:32} {row['ms']['median']:9.3f} ms  {of_plain.get(name, {}).get('median', 1):6.2f} times plain")
     return rows, seconds

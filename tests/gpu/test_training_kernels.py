@@ -256,7 +256,7 @@ def network() -> nn.Module:
 @pytest.mark.parametrize("linear", ["factors", "rebuild"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_network_trains_as_without_kernels(optimizer: str, linear: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prebuilt, "_on_gpu", lambda parameter: True)
+    monkeypatch.setattr(prebuilt, "has_kernel", lambda layer: True)
     images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     ours, torchs = OPTIMIZERS[optimizer]
     with_kernels, without = network(), network()
@@ -268,7 +268,7 @@ def test_a_network_trains_as_without_kernels(optimizer: str, linear: str, monkey
     paths |= dict.fromkeys(layers[2:], linear)
     (trained,) = prebuilt.trained_layers(with_kernels, followed, "fp32")
     assert trained.layers == layers
-    weights = prebuilt.WeightsAhead(paths, "fp32", prebuilt.rebuilt_weight, [trained])
+    weights = prebuilt.PrebuiltWeights(paths, "fp32", prebuilt.rebuilt_weight, [trained])
     assert weights.early is None
     trained.terms.multiply()
     for _ in range(2):
@@ -295,16 +295,16 @@ class Replayed:
     """A graph for want of a GPU: what was recorded is done again."""
 
     def __init__(self, step: Step, size: int, *ways: Any) -> None:
-        self.step, self.size, self.ahead, self.ways = step, size, step.ahead, ways
+        self.step, self.size, self.prebuilt, self.ways = step, size, step.prebuilt, ways
 
     def replay(self) -> None:
-        self.step.ahead = self.ahead
+        self.step.prebuilt = self.prebuilt
         others = torch.get_rng_state()
         torch.set_rng_state(self.step.random.get_state())
         self.step._take(self.size, *self.ways)
         self.step.random.set_state(torch.get_rng_state())
         torch.set_rng_state(others)
-        self.step.ahead = None
+        self.step.prebuilt = None
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="tests/lab/training/test_steps.py tests captured steps on a GPU")
@@ -317,10 +317,13 @@ def test_a_run_by_kernels(
     Early: the model is cut in two, and its last layers get their step before the backward pass of the others.
     """
     monkeypatch.setattr(prebuilt, "EARLY_FROM", 1 if early else 1e9)
-    monkeypatch.setattr(prebuilt, "_on_gpu", lambda parameter: True)
+    monkeypatch.setattr(prebuilt, "has_kernel", lambda layer: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(Step, "_recorded", lambda *arguments: Replayed(*arguments))  # noqa: PLW0108 (binds self)
-    for name in ("COMPILE_FROM_STEPS", "COMPILE_AHEAD_FROM_STEPS"):  # where compiling pays, not every layer is rebuilt
+    for name in (
+        "COMPILE_FROM_STEPS",
+        "COMPILE_PREBUILT_FROM_STEPS",
+    ):  # where compiling pays, not every layer is rebuilt
         monkeypatch.setattr(steps, name, 0)
     monkeypatch.setattr(steps, "compiled_loss", lambda: forward.batch_loss)
     monkeypatch.setattr(steps, "compiled_halves", lambda: (forward.batch_outputs, forward.loss_of))
@@ -352,7 +355,7 @@ def test_a_run_by_kernels(
     for _ in resumed.run():
         pass
     assert not caplog.records
-    assert by_kernels.step.kind == "compiled, captured, weights ahead"
+    assert by_kernels.step.mode == "compiled, CUDA graph, prebuilt weights"
     assert [len(group.layers) for group in by_kernels.step.kernels] == ([2, 2] if early else [4])
     assert [graph.ways[1] is not None for graph in by_kernels.step.graphs.values()] == [early] * 2
     start = trainer(False).model.state_dict()

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import remove_parametrizations
 import cpnorm
 from cpnorm.lab.training.baselines import weight_norm
 from cpnorm.lab.training.compiling import as_matrix_products, pooled_at_once, ready, relu_max_pool2d
-from cpnorm.lab.training.prebuilt import WeightsAhead, rebuilt_weight
+from cpnorm.lab.training.prebuilt import PrebuiltWeights, rebuilt_weight
 
 
 @pytest.mark.parametrize("canonical", [False, True])
@@ -102,13 +102,15 @@ def test_one_compilation_for_all_ranks_with_weights_ahead() -> None:
         model: nn.Module = nn.Sequential(nn.Conv2d(3, 8, 3, padding=2), nn.ReLU(), nn.Flatten(), nn.Linear(800, 10))
         cpnorm.canonical_norm(model, rank=rank, init="kaiming_normal")
         expected = model(images)
-        ahead = WeightsAhead(dict.fromkeys(cpnorm.canonical_layers(model).values(), "rebuild"), "fp32", rebuilt_weight)
+        prebuilt = PrebuiltWeights(
+            dict.fromkeys(cpnorm.canonical_layers(model).values(), "rebuild"), "fp32", rebuilt_weight
+        )
         with ready(model):
-            ahead.hold()
+            prebuilt.hold()
             found = compiled(model, images)
             torch.testing.assert_close(found, expected)
             found.sum().backward()
-            ahead.backward()
+            prebuilt.backward()
         ours = [p.grad for p in model.parameters()]
         model.zero_grad()
         expected.sum().backward()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import cpnorm
 from cpnorm.lab.training.prebuilt import (
-    WeightsAhead,
+    PrebuiltWeights,
     halves,
     has_kernel,
     rebuilt_weight,
@@ -49,11 +49,11 @@ def test_the_same_gradients(device: str) -> None:
 
     expected = copy.deepcopy(model)
     expected(images).square().mean().backward()
-    ahead = WeightsAhead(paths, "fp32", rebuilt_weight)
-    ahead.hold()
+    prebuilt = PrebuiltWeights(paths, "fp32", rebuilt_weight)
+    prebuilt.hold()
     model(images).square().mean().backward()
-    ahead.backward()
-    ahead.release()
+    prebuilt.backward()
+    prebuilt.release()
 
     assert all(layer.ahead is None for layer in paths)
     for name, gradient in gradients(expected).items():
@@ -99,15 +99,17 @@ def test_only_layers_that_rebuild() -> None:
     layers[2].path = "factors"
     paths = training_paths(model, torch.zeros(1, 3, 8, 8))
     assert list(paths.values()) == ["rebuild", "rebuild", "factors"]
-    ahead = WeightsAhead(paths, "fp32", rebuilt_weight)
-    ahead.hold()
+    prebuilt = PrebuiltWeights(paths, "fp32", rebuilt_weight)
+    prebuilt.hold()
     assert [layer.ahead is not None for layer in layers] == [True, True, False]
 
 
 def test_release_gives_the_layers_their_weight_back() -> None:
     model = network()
-    ahead = WeightsAhead(dict.fromkeys(cpnorm.canonical_layers(model).values(), "rebuild"), "fp32", rebuilt_weight)
-    ahead.hold()
-    ahead.release()
+    prebuilt = PrebuiltWeights(
+        dict.fromkeys(cpnorm.canonical_layers(model).values(), "rebuild"), "fp32", rebuilt_weight
+    )
+    prebuilt.hold()
+    prebuilt.release()
     model[0].sigma.data *= 2
     torch.testing.assert_close(model[0].weight, model[0].cp.to_dense())

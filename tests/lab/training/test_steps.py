@@ -16,7 +16,7 @@ from cpnorm.lab.training import prebuilt, steps
 from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.epoch_metrics import means
 from cpnorm.lab.training.forward import batch_loss, batch_outputs, loss_of
-from cpnorm.lab.training.prebuilt import WeightsAhead, halves, rebuilt_weight
+from cpnorm.lab.training.prebuilt import PrebuiltWeights, halves, rebuilt_weight
 from cpnorm.lab.training.steps import Step
 from cpnorm.lab.training.trainer import Options, Trainer, drive
 
@@ -64,7 +64,7 @@ def mean_losses(
             with run.step.stream():
                 run.step(batch)
     torch.cuda.synchronize()
-    return [means(run.step.totals().tolist())[0] for run in runs], runs[0].step.kind
+    return [means(run.step.totals().tolist())[0] for run in runs], runs[0].step.mode
 
 
 def movements(config: Config, data: ImageSet, *, compile: bool) -> tuple[dict[str, Tensor], Step]:
@@ -93,7 +93,7 @@ def test_a_recorded_step_is_the_eager_one(kind: str, images: ImageSet) -> None:
     config = LOW_RANK.replace(norm=norm, optimizer=optimizer, lr=lr, lambdas="ones", precision="fp32")
     eager, _ = movements(config, images, compile=False)
     recorded, step = movements(config, images, compile=True)
-    assert step.kind == ("captured, weights ahead" if norm == "cp" else "captured")
+    assert step.mode == ("CUDA graph, prebuilt weights" if norm == "cp" else "CUDA graph")
     # Such an optimizer takes a whole step by the sign of a gradient that is nearly nothing. On a CPU, rounding that
     # differs by one in a million moves the median of these ratios to 0.08 at most; an optimizer's state or step count
     # left over from a warm-up, to 0.44 at least.
@@ -118,12 +118,12 @@ def test_last_layers_trained_beside_the_backward_pass(
     changes: dict[str, Any], images: ImageSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prebuilt, "EARLY_FROM", 1)
-    for name in ("COMPILE_FROM_STEPS", "COMPILE_AHEAD_FROM_STEPS"):
+    for name in ("COMPILE_FROM_STEPS", "COMPILE_PREBUILT_FROM_STEPS"):
         monkeypatch.setattr(steps, name, 0)
     config = LOW_RANK.replace(modes=False, optimizer="sgd", lr=0.3, lambdas="ones", precision="fp32", **changes)
     eager, _ = movements(config, images, compile=False)
     recorded, step = movements(config, images, compile=True)
-    assert step.kind == "compiled, captured, weights ahead"
+    assert step.mode == "compiled, CUDA graph, prebuilt weights"
     assert [len(group.layers) for group in step.kernels or ()] == [3, 5]
     for name, moved in eager.items():
         assert (recorded[name] - moved).norm() < 0.01 * moved.norm(), name
@@ -136,7 +136,7 @@ def test_a_compiled_fine_tuning_is_the_eager_one(images: ImageSet) -> None:
     config = LOW_RANK.replace(epochs=100, precision="tf32")
     (eager,), _ = mean_losses(config, images, 1, compile=False, steps=24)
     (recorded,), kind = mean_losses(config, images, 1, steps=24)
-    assert kind == "compiled, captured, weights ahead"
+    assert kind == "compiled, CUDA graph, prebuilt weights"
     assert recorded == pytest.approx(eager, rel=0.02)
 
 
@@ -174,7 +174,7 @@ def test_random_numbers_of_a_run_do_not_depend_on_its_company(images: ImageSet) 
     )
     (alone,), kind = mean_losses(config, images, 1)  # of a network that stays as it is: chance alone tells
     together, _ = mean_losses(config, images, 5)
-    assert kind == "captured"
+    assert kind == "CUDA graph"
     assert together == pytest.approx([alone] * 5, rel=1e-6)
     (other,), _ = mean_losses(config, images, 1, random=123)
     assert other != pytest.approx(alone, rel=3e-6)
@@ -211,12 +211,16 @@ def test_ways_to_take_a_step_without_a_gpu(
     monkeypatch.setattr(steps, "compiled_loss", lambda: compiled)
     monkeypatch.setattr(Step, "_recorded", lambda step, size, *_: Replayed(step, size))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    for rank, epochs, how in ((16, 100, "compiled, captured"), (9, 100, "compiled, captured"), (9, 1, "captured")):
+    for rank, epochs, how in (
+        (16, 100, "compiled, CUDA graph"),
+        (9, 100, "compiled, CUDA graph"),
+        (9, 1, "CUDA graph"),
+    ):
         run = Trainer(LOW_RANK.replace(rank=rank, epochs=epochs), images, Options(device="cpu"))
         run.step.captures = True
         before = [p.detach().clone() for p in run.model.parameters()]
         run.step._capture(64)
-        assert run.step.kind == f"{how}, weights ahead"
+        assert run.step.mode == f"{how}, prebuilt weights"
         assert all(torch.equal(p, q) for p, q in zip(run.model.parameters(), before, strict=True))
         assert run.step.sums.sum() == run.step.cursor == 0
         assert all(layer.ahead is None for layer in run.step.layers)
@@ -263,7 +267,7 @@ def test_compiled_tests_without_a_gpu(
     several = images.train_images[:60], images.train_labels[:60]
     for rank in (16, 9):
         step = Trainer(LOW_RANK.replace(rank=rank), images, Options(device="cpu")).step
-        step.test_ahead = WeightsAhead(dict.fromkeys(step.layers, "rebuild"), "fp32", rebuilt_weight)
+        step.test_prebuilt = PrebuiltWeights(dict.fromkeys(step.layers, "rebuild"), "fp32", rebuilt_weight)
         expected = step.tested(step.model, *several)
         assert expected[2] == 60
         torch.testing.assert_close(step.tested_fast(*several), expected, rtol=0, atol=0)

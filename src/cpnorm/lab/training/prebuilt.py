@@ -51,11 +51,7 @@ def has_kernel(layer: CPLayer) -> bool:
     known = known or (isinstance(layer, cpnorm.CPConv2d) and max(layer.kernel_size) <= LONGEST)
     if not (known and layer.columns_are_unit) or find_spec("triton") is None:
         return False
-    return all(_on_gpu(p) and p.dtype == torch.float32 and p.requires_grad for p in layer.canonical_parameters())
-
-
-def _on_gpu(parameter: Tensor) -> bool:
-    return parameter.is_cuda
+    return all(p.is_cuda and p.dtype == torch.float32 and p.requires_grad for p in layer.canonical_parameters())
 
 
 @torch.no_grad()
@@ -184,7 +180,7 @@ def _gradients(layer: CPLayer) -> list[Tensor]:
     return [gradient for gradient in found if gradient is not None]
 
 
-class WeightsAhead:
+class PrebuiltWeights:
     """``hold()`` before the forward pass and ``backward()`` after the loss's own, instead of forward's doing it.
 
     Layers that kernels train have had their step then, and their columns are unit again; the terms of others have got

@@ -26,8 +26,8 @@ from cpnorm.lab.training.forward import (
     use_arithmetic,
 )
 from cpnorm.lab.training.prebuilt import (
+    PrebuiltWeights,
     TrainedLayers,
-    WeightsAhead,
     compiled_rebuild,
     halves,
     rebuilt_weight,
@@ -38,8 +38,8 @@ from cpnorm.lab.training.prebuilt import (
 log = logging.getLogger("cpnorm.lab")
 
 COMPILE_FROM_STEPS = 50_000  # compiling takes 10 s and more, and saves 0.1 ms a step (LeNet-like) and more
-# A network whose canonical layers are all rebuilt ahead is compiled once for all ranks: it pays for a fine-tuning too.
-COMPILE_AHEAD_FROM_STEPS = 5_000
+# A network whose canonical layers are all prebuilt is compiled once for all ranks: it pays for a fine-tuning too.
+COMPILE_PREBUILT_FROM_STEPS = 5_000
 COMPILE_FROM_TESTS = 500_000  # images a run is tested on in all its epochs; reckoned, not measured: 2 us less for each
 TEST_BATCH = 2500  # images
 WARM_UP_STEPS = 3  # before a capture, so that libraries have chosen their kernels and buffers exist
@@ -62,7 +62,7 @@ def renormalizer(layers: Sequence[cpnorm.CPLayer]) -> Callable[[], object]:
 class Step:
     """Batch b of epoch e: gather, augment, forward, backward, update, renormalise; nothing comes back to the host."""
 
-    kind = "eager"
+    mode = "eager"
 
     def __init__(
         self,
@@ -80,10 +80,10 @@ class Step:
         self.precision, self.rank, self.world = precision, rank, world
         self.device = data.train_labels.device
         self.on_gpu = self.device.type == "cuda"
-        mode = config.augment
-        if mode == "auto":
-            mode = "crop-flip" if config.data in ("cifar10", "svhn") else "none"
-        self.recipe = (data.mean, data.std, mode, config.label_smoothing, precision)
+        augment = config.augment
+        if augment == "auto":
+            augment = "crop-flip" if config.data in ("cifar10", "svhn") else "none"
+        self.recipe = (data.mean, data.std, augment, config.label_smoothing, precision)
         self.runner: nn.Module = DistributedDataParallel(model) if world > 1 else model
         self.layers = list(cpnorm.canonical_layers(model).values())
         if config.renormalize:
@@ -101,8 +101,8 @@ class Step:
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.captures = compile and self.on_gpu and world == 1
         self.kernels: list[TrainedLayers] | None = None  # not asked for yet
-        self.ahead: WeightsAhead | None = None  # while a captured step is recorded
-        self.test_ahead: WeightsAhead | None = None  # as it was recorded
+        self.prebuilt: PrebuiltWeights | None = None  # while a captured step is recorded
+        self.test_prebuilt: PrebuiltWeights | None = None  # as it was recorded
         self.test_compiled = False
         self._stream = torch.cuda.Stream(self.device, priority=-1) if self.on_gpu else None
         self._beside = torch.cuda.Stream(self.device) if self.on_gpu else None  # for what nobody waits for yet
@@ -162,8 +162,8 @@ class Step:
         data, offsets = self.data, self.offsets[:size][self.rank :: self.world]
         *recipe, smoothing, precision = self.recipe
         self.optimizer.zero_grad(set_to_none=True)
-        if self.ahead:
-            self.ahead.hold()
+        if self.prebuilt:
+            self.prebuilt.hold()
         batch = (data.train_images, data.train_labels, self.order, self.cursor, offsets)
         if halved:
             front, back = halves(self.model)
@@ -179,11 +179,11 @@ class Step:
         if halved:
             with self._train_beside():
                 outputs.backward(between.grad)
-        if self.ahead:
-            self.ahead.backward(early_done=bool(halved))
-            self.ahead.release()
+        if self.prebuilt:
+            self.prebuilt.backward(early_done=bool(halved))
+            self.prebuilt.release()
         self.optimizer.step()
-        by_kernels = sum(len(group.layers) for group in self.ahead.trained) if self.ahead else 0
+        by_kernels = sum(len(group.layers) for group in self.prebuilt.trained) if self.prebuilt else 0
         if self.renormalize and by_kernels < len(self.layers):
             self.renormalize()
         self.cursor += size
@@ -192,7 +192,7 @@ class Step:
     @contextmanager
     def _train_beside(self) -> Iterator[None]:
         """The last layers get their step while the block runs."""
-        early = self.ahead.early if self.ahead else None
+        early = self.prebuilt.early if self.prebuilt else None
         assert early
         if self._beside is None:
             early.train()
@@ -220,15 +220,15 @@ class Step:
             try:
                 with torch.no_grad(), compiling.ready(self.model):
                     self._take_notice()
-                    if self.test_ahead:
-                        self.test_ahead.hold()
+                    if self.test_prebuilt:
+                        self.test_prebuilt.hold()
                     return self.tested(self.model, images, labels, compiled_loss())
             except Exception as error:  # as in _capture
                 self.test_compiled = False
                 log.warning("tests not compiled: %s", "; ".join(str(error).split("\n")[:3]) or repr(error))
             finally:
-                if self.test_ahead:
-                    self.test_ahead.release()
+                if self.test_prebuilt:
+                    self.test_prebuilt.release()
         return self.tested(self.model, images, labels)
 
     @torch.no_grad()
@@ -255,26 +255,26 @@ class Step:
         """Record the step for this size of batch; what cannot be compiled or captured is announced and done without."""
         steps = self.config.epochs * len(self.order) // self.config.batch_size
         whole = size == self.config.batch_size  # not the last, smaller batch of an epoch
-        every = steps < COMPILE_FROM_STEPS  # every layer rebuilt ahead
+        every = steps < COMPILE_FROM_STEPS  # every layer is prebuilt
         with self.stream():  # first of all: what stays must not lie scattered among what is freed again
             trained = self._trained(early=not every)
-        for compiles, ahead in ((True, True), (True, False), (False, True), (False, False)):
-            pays = whole and steps >= (COMPILE_AHEAD_FROM_STEPS if ahead else COMPILE_FROM_STEPS)
-            if (compiles and not pays) or (ahead and not self.layers):
+        for compiles, prebuilds in ((True, True), (True, False), (False, True), (False, False)):
+            pays = whole and steps >= (COMPILE_PREBUILT_FROM_STEPS if prebuilds else COMPILE_FROM_STEPS)
+            if (compiles and not pays) or (prebuilds and not self.layers):
                 continue
-            kind = ("compiled, " if compiles else "") + "captured" + (", weights ahead" if ahead else "")
+            mode = ("compiled, " if compiles else "") + "CUDA graph" + (", prebuilt weights" if prebuilds else "")
             loss, halved = compiled_loss() if compiles else batch_loss, None
             before = self._snapshot()
             try:
                 with self.stream(), compiling.ready(self.model) if compiles else nullcontext():
-                    if ahead:
+                    if prebuilds:
                         images = normalize(self.data.train_images[:size], *self.recipe[:2], torch.float32)
                         paths = training_paths(self.model, images)
                         if every and compiles:
                             paths = dict.fromkeys(paths, "rebuild")
                         rebuild = compiled_rebuild() if compiles and not every else rebuilt_weight
-                        self.ahead = WeightsAhead(paths, self.precision, rebuild, trained)
-                        if self.ahead.early:
+                        self.prebuilt = PrebuiltWeights(paths, self.precision, rebuild, trained)
+                        if self.prebuilt.early:
                             halved = compiled_halves() if compiles else (batch_outputs, loss_of)
                         self._take_notice()
                     for _ in range(WARM_UP_STEPS):
@@ -284,7 +284,7 @@ class Step:
                     self.optimizer.zero_grad(set_to_none=True)
                     self.graphs[size] = self._recorded(size, loss, halved)
                 if whole:
-                    self.kind, self.test_ahead = kind, self.ahead
+                    self.mode, self.test_prebuilt = mode, self.prebuilt
                     tests = self.config.epochs * len(self.data.test_labels)
                     self.test_compiled = compiles and tests >= COMPILE_FROM_TESTS
                 return
@@ -292,11 +292,11 @@ class Step:
                 cause: BaseException = error
                 while cause.__context__ is not None:  # what broke a capture is reported only as its context
                     cause = cause.__context__
-                log.warning("training step not %s: %s", kind, "; ".join(str(cause).split("\n")[:3]) or repr(cause))
+                log.warning("training step not %s: %s", mode, "; ".join(str(cause).split("\n")[:3]) or repr(cause))
             finally:
-                if self.ahead:
-                    self.ahead.release()
-                    self.ahead = None
+                if self.prebuilt:
+                    self.prebuilt.release()
+                    self.prebuilt = None
                 torch.cuda.synchronize()
                 self._restore(before)
                 self._take_notice()

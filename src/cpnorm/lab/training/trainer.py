@@ -245,7 +245,7 @@ class Trainer:
             "epochs": self.epoch,
             "seconds": round(self.seconds, 2),
             "precision": self.precision,  # what "auto" came to
-            "step": self.step.kind,
+            "step": self.step.mode,
             "curve": curve,
             "environment": environment(),
         }
