@@ -1,12 +1,15 @@
-"""The laws every canonical layer obeys, and the layers they are run over."""
+"""The nine laws that every canonical layer obeys, and the layers they run over; tests/nn/test_laws.py runs them."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +78,20 @@ def canonical(
     return cpnorm.canonical_norm(case.layer(dtype), rank, init, generator=torch.Generator().manual_seed(2))
 
 
+def outer_products(scales: Tensor, factors: list[Tensor]) -> Tensor:  # (R,), [(d_i, R)] -> (d1, ..., dn)
+    """Return the sum of the terms' outer products, as one einsum."""
+    letters = "abcdef"[: len(factors)]
+    return torch.einsum("r," + ",".join(f"{c}r" for c in letters) + "->" + letters, scales, *factors)
+
+
+def _dense(case: Case, layer: nn.Module, weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return the plain layer of a case as a function, with this weight and the layer's bias."""
+    plain, state = case.layer(), {"weight": weight}
+    if layer.bias is not None:
+        state["bias"] = layer.bias
+    return lambda x: torch.func.functional_call(plain, state, (x,))
+
+
 def law_exact_init(case: Case, dtype: torch.dtype, relative: float) -> None:
     """1. At exact rank and init the canonical layer computes what the dense one did."""
     x = case.input(dtype)
@@ -96,17 +113,9 @@ def law_paths_agree(case: Case) -> None:
         probe = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(4))
         return [y, *torch.autograd.grad((y * probe).sum(), [x, *parameters])]
 
-    dense = case.layer()
-
     def oracle() -> Tensor:
-        letters = "abcdef"[: len(layer.factors)]
         units = [f / f.norm(dim=0) for f in layer.factors]
-        scales = layer.sigma * layer.lambdas
-        spec = "r," + ",".join(f"{c}r" for c in letters) + "->" + letters
-        state = {"weight": torch.einsum(spec, scales, *units)}
-        if layer.bias is not None:
-            state["bias"] = layer.bias
-        return torch.func.functional_call(dense, state, (x,))
+        return _dense(case, layer, outer_products(layer.sigma * layer.lambdas, units))(x)
 
     expected = run(oracle)
     for path, trusting in product(PATHS, (False, True)):
@@ -152,6 +161,22 @@ def law_training_keeps_units(case: Case) -> None:
     assert (layer.weight.detach() - before).norm() > 1e-3 * before.norm()
 
 
+def law_truncate(case: Case) -> None:
+    """5. truncate keeps the terms of largest absolute lambda, and at rate 0 changes nothing."""
+    generator = torch.Generator().manual_seed(2)
+    layer = cpnorm.canonical_norm(case.layer(), 7, "kaiming_normal", lambdas="normal", generator=generator)
+    x, state, old = case.input(), copy.deepcopy(layer.state_dict()), copy.deepcopy(layer).cp
+    cpnorm.truncate(layer, rate=0.0)
+    assert all(torch.equal(value, state[key]) for key, value in layer.state_dict().items())
+    cpnorm.truncate(layer, rate=0.6, refit="none")
+    assert layer.rank == 3
+    sizes = old.lambdas.detach().abs()
+    kept = [r for r in range(7) if (sizes > sizes[r]).sum() < 3]
+    weight = outer_products(old.sigma * old.lambdas[kept], [f[:, kept] for f in old.factors])
+    close(layer.weight, weight, 1e-12)
+    close(layer(x), _dense(case, layer, weight)(x), 1e-10)
+
+
 def law_fold(case: Case) -> None:
     """6. fold gives the plain layer back: its type, its keys, its outputs."""
     x, plain = case.input(), case.layer()
@@ -162,6 +187,64 @@ def law_fold(case: Case) -> None:
     assert list(folded.state_dict()) == list(plain.state_dict())
     assert repr(folded) == repr(plain)
     close(folded(x), expected, 1e-12)
+
+
+def law_factorize(case: Case) -> None:
+    """6. factorize gives torch's own layers with the same outputs, and leaves the layer and the global seed alone."""
+    layer, x = canonical(case, rank=2, init="kaiming_normal"), case.input()
+    before, kind, random = copy.deepcopy(layer.state_dict()), type(layer), torch.get_rng_state()
+    for goal, measure in product(("time", "weights"), (True, False)):
+        plain = cpnorm.factorize(layer, x, measure=measure, goal=goal)
+        assert all(type(module).__module__.startswith("torch.") for module in plain.modules())
+        close(plain(x), layer(x), 1e-12)
+    assert type(layer) is kind
+    assert all(torch.equal(value, before[key]) for key, value in layer.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def law_save_and_load(case: Case, folder: Path) -> None:
+    """7. A file of any rank loads into the plain layer and into canonical ones of any rank, with the same outputs."""
+    x, path = case.input(), folder / "layer.safetensors"
+    for layer in (canonical(case), canonical(case, rank=3, init="kaiming_normal")):
+        cpnorm.save(layer, path)
+        others = [canonical(case, rank=rank, init="kaiming_uniform") for rank in (3, 5)]
+        for target in (case.layer(), canonical(case), *others):
+            loaded = cpnorm.load(path, target)
+            assert loaded is target
+            assert repr(loaded) == repr(layer)
+            assert torch.equal(loaded(x), layer(x))
+    cpnorm.save(case.layer(), path)
+    loaded = cpnorm.load(path, canonical(case, rank=3, init="kaiming_normal"))
+    assert type(loaded) is type(case.layer())
+    assert torch.equal(loaded(x), case.layer()(x))
+
+
+LOAD_ALL = """
+import sys, torch, cpnorm
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from laws import CASES
+torch.set_num_threads(1)
+for case in CASES:
+    for rank in ("exact", 3):
+        file = Path(sys.argv[2]) / f"{case.name}-{rank}"
+        with torch.no_grad():
+            y = cpnorm.load(file, case.layer(torch.float32))(case.input(torch.float32))
+        assert torch.equal(y, torch.load(file.with_suffix(".output"))), file
+print(len(CASES))
+"""
+
+
+def law_fresh_process(folder: Path) -> None:
+    """7. Every layer kind, truncated or not, saved here and loaded by another process, gives the same bits."""
+    for case, rank in product(CASES, ("exact", 3)):
+        layer = canonical(case, torch.float32, rank, "exact" if rank == "exact" else "kaiming_normal")
+        cpnorm.save(layer, folder / f"{case.name}-{rank}")
+        with torch.no_grad():
+            torch.save(layer(case.input(torch.float32)), folder / f"{case.name}-{rank}.output")
+    command = [sys.executable, "-c", LOAD_ALL, str(Path(__file__).parent), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.returncode) == (str(len(CASES)), 0), done.stderr
 
 
 def law_module_behaviour(case: Case) -> None:
@@ -179,8 +262,69 @@ def law_module_behaviour(case: Case) -> None:
     close(copy.deepcopy(layer).float()(x.float()), expected, 1e-4)
 
 
+def law_half_precision(case: Case, dtype: torch.dtype) -> None:
+    """8. Autocast and parameters in half precision, on every path."""
+    x = case.input(torch.float32)
+    expected = case.layer(torch.float32)(x)
+    for path in PATHS:
+        layer = canonical(case, torch.float32)
+        layer.path = path
+        with torch.autocast("cpu", dtype=dtype):
+            y = layer(x)
+        assert y.dtype == dtype
+        close(y, expected, 3e-2)
+        y.float().square().sum().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+        half = canonical(case, torch.float32).to(dtype)
+        half.path = path
+        close(half(x.to(dtype)), expected, 3e-2)
+    assert canonical(case, dtype).lambdas.dtype == dtype
+
+
+class AllCases(nn.Module):
+    """Every layer kind in one module, so that it is compiled or exported once."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(canonical(case, torch.float32) for case in CASES)
+        for layer in self.layers:
+            layer.path = path
+
+    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
+        return [layer(x) for layer, x in zip(self.layers, inputs, strict=True)]
+
+
+def law_compiled(path: str) -> None:
+    """8. torch.compile without a graph break, in values and gradients, and torch.export."""
+    model, inputs = AllCases(path), [case.input(torch.float32) for case in CASES]
+    expected = [case.layer(torch.float32)(x) for case, x in zip(CASES, inputs, strict=True)]
+    got = torch.compile(model, fullgraph=True, backend="aot_eager")(inputs)
+    sum(y.square().sum() for y in got).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    sum(y.square().sum() for y in model(inputs)).backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad.norm() > 1e-4:  # otherwise what is left of a gradient that the division by the norm cancels
+            close(gradients[name], parameter.grad, 1e-3)
+    exported = torch.export.export(model.eval(), (inputs,)).module()(inputs)
+    for one, other, want in zip(got, exported, expected, strict=True):
+        close(one, want, 1e-5)
+        close(other, want, 1e-5)
+
+
 def law_seeded(case: Case) -> None:
-    """9. The same generator seed gives the same factors, another seed others."""
-    for init in ("kaiming_normal", "power"):
-        one, two = (canonical(case, rank=2, init=init).state_dict() for _ in range(2))
-        assert all(torch.equal(one[key], two[key]) for key in one)
+    """9. The same generator seed gives the same factors, another seed others; the global seed plays no part."""
+
+    def drawn(init: str, seed: int, lambdas: str = "normal") -> dict[str, Tensor]:
+        plain, generator = case.layer(), torch.Generator().manual_seed(seed)
+        torch.seed()
+        return cpnorm.canonical_norm(plain, 3, init, lambdas=lambdas, generator=generator).state_dict()
+
+    for init in ("kaiming_normal", "kaiming_uniform", "power", "als", "exact"):
+        one, again, other = drawn(init, 2), drawn(init, 2), drawn(init, 3)
+        assert all(torch.equal(one[key], again[key]) for key in one), init
+        assert not torch.equal(one["lambdas"], other["lambdas"]), init
+        if init.startswith("kaiming"):  # the others find the same terms of a weight as small as these
+            factors = [key for key in one if key.startswith("factors") and len(one[key]) > 1]
+            assert factors
+            assert not any(torch.allclose(one[key], other[key], rtol=0.01) for key in factors), init

@@ -59,22 +59,6 @@ def test_law_every_form(case: Case) -> None:
 
 
 @every_case
-@pytest.mark.parametrize("measure", [True, False], ids=["measured", "modelled"])
-def test_law_chosen(case: Case, measure: bool) -> None:
-    """6. What is chosen computes what the layer computed, and the layer is left as it was."""
-    layer, x = laws.canonical(case, rank=2, init="kaiming_normal"), case.input()
-    before, kind = copy.deepcopy(layer.state_dict()), type(layer)
-    random = torch.get_rng_state()
-    for goal in ("time", "weights"):
-        plain = factorize(layer, x, measure=measure, goal=goal)
-        assert is_plain(plain)
-        close(plain(x), layer(x), 1e-12)
-    assert type(layer) is kind
-    assert all(torch.equal(value, before[key]) for key, value in layer.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), random)
-
-
-@every_case
 def test_costs_are_those_of_torchs_own_counter(case: Case) -> None:
     layer, x = laws.canonical(case, rank=3, init="kaiming_normal"), case.input()
     for plain in (case.layer(), *(chain(layer, form) for form in forms_of(layer))):

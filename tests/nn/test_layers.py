@@ -1,4 +1,4 @@
-"""The laws over every layer kind, and what is special to layers and paths."""
+"""What is special to layers and paths; the laws of all layers are in tests/nn/test_laws.py."""
 
 from __future__ import annotations
 
@@ -16,29 +16,6 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 @every_case
-@pytest.mark.parametrize(("dtype", "relative"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["f64", "f32"])
-def test_exact_init(case: Case, dtype: torch.dtype, relative: float) -> None:
-    laws.law_exact_init(case, dtype, relative)
-
-
-@every_case
-@pytest.mark.parametrize(
-    "law",
-    [
-        laws.law_paths_agree,
-        laws.law_renormalize,
-        laws.law_training_keeps_units,
-        laws.law_fold,
-        laws.law_module_behaviour,
-        laws.law_seeded,
-    ],
-    ids=lambda law: law.__name__.removeprefix("law_"),
-)
-def test_law(law, case: Case) -> None:
-    law(case)
-
-
-@every_case
 def test_gradcheck(case: Case) -> None:
     layer = laws.canonical(case, rank=2, init="kaiming_normal")
     names = [name for name, _ in layer.named_parameters()]
@@ -50,44 +27,6 @@ def test_gradcheck(case: Case) -> None:
             return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
 
         assert torch.autograd.gradcheck(run, tuple(layer.parameters()), fast_mode=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
-@pytest.mark.parametrize(
-    "case", [c for c in CASES if c.name in ("linear", "conv2d", "transpose2d")], ids=lambda c: c.name
-)
-def test_half_precision_and_autocast(case: Case, dtype: torch.dtype) -> None:
-    x = case.input(torch.float32)
-    expected = case.layer(torch.float32)(x)
-    for path in laws.PATHS:
-        layer = laws.canonical(case, torch.float32)
-        layer.path = path
-        with torch.autocast("cpu", dtype=dtype):
-            y = layer(x)
-        assert y.dtype == dtype
-        close(y, expected, 3e-2)
-        y.float().square().sum().backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
-        half = laws.canonical(case, torch.float32).to(dtype)
-        half.path = path
-        close(half(x.to(dtype)), expected, 3e-2)
-    assert laws.canonical(case, dtype).lambdas.dtype == dtype
-
-
-@pytest.mark.parametrize(
-    "case", [c for c in CASES if c.name in ("linear", "conv2d", "transpose2d")], ids=lambda c: c.name
-)
-@pytest.mark.parametrize("path", ["auto", *laws.PATHS])
-def test_compiles_without_a_graph_break(case: Case, path: str) -> None:
-    layer = laws.canonical(case, torch.float32)
-    layer.path = path
-    x = case.input(torch.float32)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    close(compiled(x), layer(x), 1e-5)
-    compiled(x).square().sum().backward()
-    assert all(p.grad is not None for p in layer.parameters())
-    program = torch.export.export(layer.eval(), (x,))
-    close(program.module()(x), layer(x), 1e-5)
 
 
 @given(data=st.data())
