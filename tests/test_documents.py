@@ -19,6 +19,7 @@ import torch
 import cpnorm
 from cpnorm.lab.report.claims import claims
 from cpnorm.lab.report.records import read_results
+from cpnorm.lab.training.records import read_records
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -120,11 +121,11 @@ def test_the_readmes_example_is_short_and_needs_no_cpnorm_in_the_end(capsys: pyt
 def test_the_table_is_what_the_records_say() -> None:
     found: dict[tuple[str, bool], list[float]] = defaultdict(list)  # by row, and whether right after the cut
     for path in (ROOT / "results").glob("*.jsonl"):
-        for line in map(json.loads, path.read_text().splitlines()):
-            if "final" in line:
-                found[line["row"], False].append(line["final"])
-            if "compress" in line:
-                found[line["row"], True].append(line["compress"]["accuracy_cut"])
+        for _, line in read_records(path):
+            if "test_accuracy_last" in line:
+                found[line["row"], False].append(line["test_accuracy_last"])
+            if "truncation_result" in line:
+                found[line["row"], True].append(line["truncation_result"]["accuracy_cut"])
     accuracy = r"(?:\*\*)?(\d+\.\d\d) ± (\d\.\d\d)(?:\*\*)?"
     best = r"(?: \(best epochs [^)]+\))?"
     rows = re.findall(rf"^\|.*?\| {accuracy}{best} \| `([^`]+/[^`]+)`(, before fine-tuning)? \|$", README, re.M)

@@ -21,13 +21,17 @@ class TestBrokenLines:
         [
             ('{"table": "mnist", "row": ', "not JSON"),
             ("[1, 2]", "expected an object, got list"),
-            ({**RUN, "final": None}, "expected final to be an accuracy from 0 to 100, got None"),
-            ({**RUN, "best": 978.0}, "expected best to be an accuracy from 0 to 100, got 978.0"),
+            ({**RUN, "final": None}, "expected test_accuracy_last to be an accuracy from 0 to 100, got None"),
+            ({**RUN, "best": 978.0}, "expected test_accuracy_best to be an accuracy from 0 to 100, got 978.0"),
             ({**RUN, "row": 7}, "expected row to be a string, got 7"),
-            ({**RUN, "seed": "0"}, "expected seed to be a whole number, got '0'"),
-            ({**RUN, "weights": 1.5}, "expected weights to be a whole number, got 1.5"),
+            ({**RUN, "seed": "0"}, "expected seed to be a whole number from 0 to 2^53, got '0'"),
+            ({**RUN, "weights": 1.5}, "expected parameters to be a whole number from 0 to 2^53, got 1.5"),
             ({**RUN, "diverged": True}, "expected diverged to be null or a string, got True"),
             ({"table": "lenet-ranks", "row": "features.0", "rank": "many"}, "expected rank to be a whole number"),
+            ({"table": "lenet-ranks", "row": "features.0", "rank": 10**39}, "expected rank to be a whole number"),
+            ({**RUN, "seed": -1}, "expected seed to be a whole number from 0 to 2^53, got -1"),
+            ({**RUN, "weights": 10**39}, "expected parameters to be a whole number from 0 to 2^53, got 1000"),
+            ({**RUN, "diverged": [[["x" * 900] * 900]]}, "expected diverged to be null or a string, got [[["),
         ],
     )
     def test_name_the_file_and_the_line(self, tmp_path, line, reason):
@@ -36,6 +40,7 @@ class TestBrokenLines:
             read_results(tmp_path)
         assert str(error.value).startswith(f"{tmp_path / 'mnist.jsonl'}, line 3: ")
         assert reason in str(error.value)
+        assert len(str(error.value)) < 400
 
     def test_bytes_that_are_no_text(self, tmp_path):
         (tmp_path / "x.jsonl").write_bytes(json.dumps(RUN).encode() + b"\n\xff\xfe{}\n")
@@ -43,7 +48,7 @@ class TestBrokenLines:
             read_results(tmp_path)
 
     def test_a_folder_that_is_not_there(self, tmp_path):
-        with pytest.raises(RecordError, match=r"expected a folder of results, but .*nowhere is none"):
+        with pytest.raises(RecordError, match=r"expected a folder of results, but .*nowhere is not a folder"):
             read_results(tmp_path / "nowhere")
 
 
@@ -52,7 +57,7 @@ class TestBrokenLines:
 )
 def test_accuracy_right_after_a_cut(tmp_path, cut, expected):
     (run,) = read_results(write(tmp_path, {**RUN, "compress": cut})).runs["mnist/none-sgd"]
-    assert run.right_after_the_cut == expected
+    assert run.accuracy_after_truncation == expected
 
 
 def test_runs_come_by_row_in_the_order_of_their_seeds(tmp_path):
@@ -65,7 +70,7 @@ def test_runs_come_by_row_in_the_order_of_their_seeds(tmp_path):
 
 def test_of_two_lines_for_one_run_the_later_counts(tmp_path):
     write(tmp_path, RUN, {**RUN, "final": 98.5})
-    assert [run.final for run in read_results(tmp_path).finished("mnist/none-sgd")] == [98.5]
+    assert [run.accuracy_last for run in read_results(tmp_path).finished("mnist/none-sgd")] == [98.5]
 
 
 def test_a_diverged_run_needs_no_accuracy(tmp_path):
@@ -93,5 +98,28 @@ def test_ranks_and_explanations(tmp_path):
     assert records.ranks["alexnet-ranks", "features.0"].rank == 27
     assert records.explanations == {"mnist/none-sgd": "tested"}
     (tmp_path / "explanations.json").write_text('{"mnist/none-sgd": 3}')
-    with pytest.raises(RecordError, match=r"explanations.json: expected a text for mnist/none-sgd, got 3"):
+    with pytest.raises(RecordError, match=r"explanations.json: expected a text for 'mnist/none-sgd', got 3"):
         read_results(tmp_path)
+
+
+def test_old_and_new_keys_give_the_same_run(tmp_path):
+    """Committed records are never rewritten: whatever a key was called, its value arrives."""
+    cut = {"accuracy_before": 98.5, "accuracy_cut": 81.07}
+    old = {**RUN, "at_once": 4, "compression": {"rate": 0.5}, "compress": cut, "step": "compiled", "seconds": 8.0}
+    new = {"table": RUN["table"], "row": RUN["row"], "seed": 0, "test_accuracy_last": 97.8, "test_accuracy_best": 97.9}
+    new |= {"parameters": 1_199_882, "parallel_runs": 4, "truncation_settings": {"rate": 0.5}}
+    new |= {"truncation_result": cut, "step_mode": "compiled", "seconds": 8.0}
+    runs = []
+    for name, line in (("old", old), ("new", new)):
+        (tmp_path / name).mkdir()
+        runs += read_results(write(tmp_path / name, line)).runs["mnist/none-sgd"]
+    for run in runs:
+        assert (run.accuracy_last, run.accuracy_best, run.parameters, run.device_seconds) == (97.8, 97.9, 1_199_882, 2)
+        assert (run.accuracy_before_truncation, run.truncation_settings["rate"]) == (98.5, 0.5)
+    assert runs[0].raw["step_mode"] == runs[1].raw["step_mode"] == "compiled"
+
+
+def test_numbers_beyond_floats_are_left_out(tmp_path):
+    write(tmp_path, {**RUN, "curve": {"test_accuracy": [10**400]}, "at_once": 10**400, "seconds": 10**400})
+    (run,) = read_results(tmp_path).runs["mnist/none-sgd"]
+    assert (run.curve, run.seconds, run.device_seconds) == ((), 0.0, 0.0)

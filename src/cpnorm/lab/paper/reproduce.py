@@ -20,7 +20,8 @@ from cpnorm.lab.paper.figure_data import portrait
 from cpnorm.lab.paper.tables import Compression, Row, Table
 from cpnorm.lab.training.compression import Cut, identity, start
 from cpnorm.lab.training.config import Config
-from cpnorm.lab.training.jsonfiles import parse_object, read_lines, to_json, whole_lines
+from cpnorm.lab.training.jsonfiles import parse_object, to_json, whole_lines
+from cpnorm.lab.training.records import read_records
 from cpnorm.lab.training.runs import RunError, RunFolder, read_json
 from cpnorm.lab.training.trainer import Observer, Options, Stop, Trainer, drive
 
@@ -122,7 +123,7 @@ class Results:
         """All of them; a broken line is an error that names it, but for one that a killed process left unfinished."""
         found = []
         for path in sorted(self.folder.glob("*.jsonl")):
-            for line in read_lines(path):
+            for _, line in read_records(path):
                 if not isinstance(line.get("row"), str) or not isinstance(line.get("seed"), int):
                     raise ValueError(f"{path}: expected the row and seed of a run in every line, got {str(line)[:60]}")
                 found.append(line)
@@ -375,5 +376,5 @@ def base_of(job: Job, done: Done) -> Job | None:
     source, seed = all_rows()[job.row.starts_from], job.seed
     if cut.start == "best":
         lines = {s: line for (key, s), line in done.items() if key == source.key and not line["diverged"]}
-        seed = max(lines, key=lambda s: lines[s]["final"]) if lines else 0
+        seed = max(lines, key=lambda s: lines[s]["test_accuracy_last"]) if lines else 0
     return Job(source, seed, again=(source.key, seed) in done)

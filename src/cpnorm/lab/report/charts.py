@@ -246,7 +246,7 @@ def _mark(key: str, records: Records) -> Marked | None:
     everything = records.finished(key)
     runs = that_learned(everything)
     accuracy = last_epochs(runs)
-    weights = summarize(run.weights for run in runs if run.weights)
+    weights = summarize(run.parameters for run in runs if run.parameters)
     if not accuracy or not weights:
         return None
     note = f"{key}: {accuracy.mean:.2f} %, {weights.mean:,.0f} weights, n = {accuracy.n}"

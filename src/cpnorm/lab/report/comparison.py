@@ -59,12 +59,12 @@ def compare(row: Row, table: Table, records: Records) -> Comparison:
 
 def last_epochs(runs: list[Run]) -> Summary | None:
     """Of the accuracies at the end."""
-    return summarize(run.final for run in runs if run.final is not None)
+    return summarize(run.accuracy_last for run in runs if run.accuracy_last is not None)
 
 
 def best_epochs(runs: list[Run]) -> Summary | None:
     """Of each run's best accuracy on the test set."""
-    return summarize(run.best for run in runs if run.best is not None)
+    return summarize(run.accuracy_best for run in runs if run.accuracy_best is not None)
 
 
 def over_the_last(epochs: int) -> Callable[[list[Run]], Summary | None]:
@@ -156,5 +156,5 @@ def _weights(row: Row, table: Table, records: Records) -> int | None:
 
 
 def _measured_weights(key: str, records: Records) -> int | None:
-    counts = [run.weights for run in records.finished(key) if run.weights is not None]
+    counts = [run.parameters for run in records.finished(key) if run.parameters is not None]
     return round(sum(counts) / len(counts)) if counts else None

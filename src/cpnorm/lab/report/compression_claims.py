@@ -88,7 +88,7 @@ def compresses(records: Records) -> Claim:
 
 def _before_the_cut(records: Records, row: Row) -> list[float]:
     """Accuracies of the networks that a row's runs began with."""
-    return [value for run in records.finished(row.key) if (value := run.before_the_cut) is not None]
+    return [value for run in records.finished(row.key) if (value := run.accuracy_before_truncation) is not None]
 
 
 def _is_kept(loss: Difference) -> bool:
@@ -100,7 +100,7 @@ COMPRESSION_PAPER = "Consequently, the CP-formulation allows straightforward wei
 
 
 def _weights(records: Records, row: Row) -> float | None:
-    summary = summarize(run.weights for run in records.finished(row.key) if run.weights is not None)
+    summary = summarize(run.parameters for run in records.finished(row.key) if run.parameters is not None)
     return summary.mean if summary else None
 
 

@@ -48,7 +48,7 @@ def _network(run: Run, explorer: Mapping[str, Any]) -> dict[str, Any] | None:
     ordered = sorted(zip(rates, accuracy, strict=True))
     return {
         "name": f"{run.row}, seed {run.seed}",
-        "weights": run.weights,
+        "weights": run.parameters,
         "rates": [rate for rate, _ in ordered],
         "accuracy": [value for _, value in ordered],
         "layers": layers,

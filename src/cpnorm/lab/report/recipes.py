@@ -56,7 +56,7 @@ def section(records: Records) -> Section:
         section.blocks.append(Gallery(drawings))
     titles = {table.key: table.title for table in beyond.TABLES}
     for table, keys in own.items():
-        keys = sorted(keys, key=lambda key: -max((run.weights or 0 for run in records.finished(key)), default=0))
+        keys = sorted(keys, key=lambda key: -max((run.parameters or 0 for run in records.finished(key)), default=0))
         section.blocks.append(own_grid(titles.get(table, table), keys, records))
     return section
 
@@ -64,7 +64,7 @@ def section(records: Records) -> Section:
 def own_grid(title: str, keys: Sequence[str], records: Records) -> Grid:
     """Accuracy and weights of our recipes, and how they stand to the best network without CP."""
     cuts = {
-        key: summarize(value for run in records.finished(key) if (value := run.right_after_the_cut) is not None)
+        key: summarize(value for run in records.finished(key) if (value := run.accuracy_after_truncation) is not None)
         for key in keys
     }
     rows = []
@@ -72,10 +72,10 @@ def own_grid(title: str, keys: Sequence[str], records: Records) -> Grid:
         runs = records.finished(key)
         diverged = len(records.runs[key]) - len(runs)
         last, best = last_epochs(runs), best_epochs(runs)
-        weights = summarize(run.weights for run in runs if run.weights)
+        weights = summarize(run.parameters for run in runs if run.parameters)
         plain = plain_network(str(runs[0].config.get("data")) if runs else "", records)
         plain_runs = records.finished(plain) if plain else []
-        plain_weights = summarize(run.weights for run in plain_runs if run.weights)
+        plain_weights = summarize(run.parameters for run in plain_runs if run.parameters)
         difference = minus(last, last_epochs(plain_runs))
         factor = plain_weights.mean / weights.mean if plain_weights and weights else None
         rows.append(

@@ -9,7 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-LARGEST = 2**24  # bytes; our own files have a few hundred thousand
+LARGEST = 2**24  # bytes of a file of one object; our own have a few hundred thousand
+LARGEST_OF_LINES = 2**29  # bytes of a file of records, of which a long one has a hundred thousand
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The JSON objects of a file that has one in each line; a bad one is a ValueError that names file and line."""
     lines = []
-    for number, text in enumerate(whole_lines(read_bytes(path)), 1):
+    for number, text in enumerate(whole_lines(read_bytes(path, LARGEST_OF_LINES)), 1):
         try:
             if text.strip():
                 lines.append(parse_object(text))
@@ -58,10 +59,10 @@ def to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=indent)
 
 
-def read_bytes(path: Path) -> bytes:
-    """Of a file of reasonable size."""
+def read_bytes(path: Path, largest: int = LARGEST) -> bytes:
+    """Return the content of a file, or raise a ValueError where it has more than ``largest`` bytes."""
     with path.open("rb") as file:
-        content = file.read(LARGEST + 1)
-    if len(content) > LARGEST:
-        raise ValueError(f"expected at most {LARGEST} bytes in {path}, got more")
+        content = file.read(largest + 1)
+    if len(content) > largest:
+        raise ValueError(f"expected at most {largest} bytes in {path}, got more")
     return content
