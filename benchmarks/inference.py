@@ -62,9 +62,9 @@ def measure(batch: int, rate: int, args: argparse.Namespace, left_out: dict[str,
         compiled = way == "compiled"
         if not compiled:  # which takes the forms of captured networks
             start = time.perf_counter()
-            plain = choice = choose_forms(canonical, x, captured=way == "captured")
+            plain = choice = choose_forms(canonical, x, cuda_graph=way == "captured")
             if args.device == "cuda":
-                choice = plain.with_kernels(canonical, x, captured=way == "captured")
+                choice = plain.with_kernels(canonical, x, cuda_graph=way == "captured")
             print(f"\nbatch {batch}, {rate} %, {way}: forms chosen in {time.perf_counter() - start:.1f} s\n{choice}")
         networks = {"dense": dense, "dense, tuned": tuned, "factorize": choice.apply(canonical)}
         if args.device == "cuda":
@@ -72,7 +72,7 @@ def measure(batch: int, rate: int, args: argparse.Namespace, left_out: dict[str,
         if compiled:  # tensorly-torch's layers cannot be: the compiler stumbles over their strides
             torch._dynamo.reset()
             for name, network in networks.items():
-                if name != "factorize" or choice.stages_to is None:  # kernels are compiled already
+                if name != "factorize" or choice.fused_up_to is None:  # kernels are compiled already
                     networks[name] = torch.compile(network, dynamic=False)
         if not compiled or rate == 95:  # compiling takes its time
             rows[way] = compare(networks | ({} if compiled else others), x, f"{rate} %", choice, way, args)
@@ -105,7 +105,7 @@ def compare(
         **({f"as {PEER}": timing.ratio(seconds, PEER, "factorize")} if PEER in networks else {}),
         "times fewer FLOPs": fewer,
         "promise kept, %": 100 * speed_up["median"] / fewer,
-        "times fewer weights": choice.total("dense").weights / choice.total("chosen").weights,
+        "times fewer weights": choice.total("dense").parameters / choice.total("chosen").parameters,
         "layers dense": sum(layer.form == "dense" for layer in choice.layers.values()),
     }
     medians = {key: value["median"] if isinstance(value, dict) else value for key, value in row.items()}

@@ -39,7 +39,7 @@ def test_a_network_goes_all_the_way(name: str, tmp_path: Path) -> None:
     small = outputs(model, x)
     assert (small - expected).norm() > 1e-3 * expected.norm()  # so that what follows says something
 
-    factorized = cpnorm.factorize(model, x, measure=False, goal="weights")
+    factorized = cpnorm.factorize(model, x, measure=False, goal="parameters")
     assert not cpnorm.canonical_layers(factorized)
     close(outputs(factorized, x), small, 1e-5)
     assert weights(factorized) <= weights(plain)
@@ -56,7 +56,7 @@ def test_a_network_goes_all_the_way(name: str, tmp_path: Path) -> None:
 def test_torch_export(name: str) -> None:
     network = entry(name)
     model, x = cpnorm.canonical_norm(network.model(small=True), 4, skip=network.skip), network.example(small=True)
-    small = cpnorm.factorize(model, x, measure=False, goal="weights")
+    small = cpnorm.factorize(model, x, measure=False, goal="parameters")
     args, kwargs = ((), x) if isinstance(x, dict) else ((x,), {})
     exported = torch.export.export(small, args, kwargs).module()
     close(outputs(exported, x), outputs(model, x), 1e-5)
@@ -68,7 +68,7 @@ def test_onnx(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'cpnorm[onnx]'")
     network = entry(name)
     model, x = cpnorm.canonical_norm(network.model(small=True), 4, skip=network.skip), network.example(small=True)
-    small = cpnorm.factorize(model, x, measure=False, goal="weights")
+    small = cpnorm.factorize(model, x, measure=False, goal="parameters")
     cpnorm.export_onnx(small, x, tmp_path / "small.onnx")
     assert (tmp_path / "small.onnx").stat().st_size > 1000
 

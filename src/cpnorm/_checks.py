@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,3 +55,13 @@ def is_number(value: Any) -> bool:
     if isinstance(value, Tensor) and value.ndim == 0:
         value = value.item()
     return not isinstance(value, bool | str | bytes) and hasattr(value, "__float__") and math.isfinite(value)
+
+
+def renamed(old_name: str, old: Any, new_name: str, new: Any) -> Any:
+    """Return the value of an argument that was renamed; using the old name warns, using both is an error."""
+    if old is None:
+        return new
+    if new:
+        raise TypeError(f"got both {new_name} and {old_name}, its old name: use {new_name} only")
+    warnings.warn(f"{old_name} is now called {new_name}", DeprecationWarning, stacklevel=3)
+    return old

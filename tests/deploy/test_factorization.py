@@ -20,7 +20,7 @@ from cpnorm import canonical_layers, canonical_norm
 from cpnorm.deploy.factorization import Factorization, choose_forms, factorize
 from cpnorm.deploy.forms import chain, form_cost, forms_of
 from cpnorm.deploy.rewrite import plain_copy, slice_pools
-from cpnorm.deploy.timing import race
+from cpnorm.deploy.timing import fastest
 from laws import CASES, Case, close
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -65,7 +65,7 @@ def test_costs_are_those_of_torchs_own_counter(case: Case) -> None:
         with FlopCounterMode(display=False) as counter:
             plain(x)
         cost = form_cost(plain, [x.shape])
-        assert cost.weights == sum(p.numel() for p in plain.parameters())
+        assert cost.parameters == sum(p.numel() for p in plain.parameters())
         if case.name != "linear-1d":  # a matrix-vector product, which the counter does not know
             assert cost.flops == counter.get_total_flops()
     for form in forms_of(layer):
@@ -117,7 +117,7 @@ def test_sliced_pools() -> None:
 def test_choices_on_a_gpu() -> None:
     model = network().cuda().bfloat16().eval()
     x = image(256).cuda().bfloat16()
-    for asked in ({"measure": True}, {"measure": False}, {"captured": True}):
+    for asked in ({"measure": True}, {"measure": False}, {"cuda_graph": True}):
         choice = choose_forms(model, x, **asked)
         close(choice.apply(model)(x).float(), model(x).float(), 0.03)
         assert any(form.startswith("aligned-") for form in choice.layers["3"].costs)
@@ -261,10 +261,10 @@ def test_finer_modes() -> None:
                 close(chain(layer, form)(x), layer(x), 1e-12)
         assert ("unflatten" in forms_of(layer)) is (modes not in ((2, 3, 24), (6, 2, 2, 3, 2, 1)))
     layer = canonical_norm(nn.Linear(24, 6), 5, "kaiming_normal", modes={"": (6, 4, 3, 2)})
-    small = choose_forms(layer, torch.randn(7, 24), goal="weights", measure=False)
+    small = choose_forms(layer, torch.randn(7, 24), goal="parameters", measure=False)
     assert small.layers[""].form == "unflatten"
-    assert small.layers[""].costs["unflatten"].weights == 5 * (6 + 4 + 6) + 6
-    deep = choose_forms(layer, torch.randn(2, 3, 24), goal="weights", measure=False)
+    assert small.layers[""].costs["unflatten"].parameters == 5 * (6 + 4 + 6) + 6
+    deep = choose_forms(layer, torch.randn(2, 3, 24), goal="parameters", measure=False)
     assert deep.layers[""].form != "unflatten"
     close(deep.apply(layer)(torch.ones(2, 3, 24)), layer(torch.ones(2, 3, 24)), 1e-5)
 
@@ -328,16 +328,16 @@ def test_layers_that_cannot_be_chains_stay_dense_with_a_reason() -> None:
 
 
 def timed_by(monkeypatch: pytest.MonkeyPatch, layer: Callable, model: Callable) -> list[set]:
-    """Races decided by these rules instead of the clock; the runners of each race are noted."""
+    """Races decided by these rules instead of the clock; the runners of each fastest are noted."""
     races: list[set] = []
 
-    def decided(runs: dict, device: torch.device, *, captured: bool = False) -> dict:
+    def decided(runs: dict, device: torch.device, *, cuda_graph: bool = False) -> dict:
         races.append(set(runs))
         if ("baseline", False, False, False) in runs:
             return {(kind, last, *rest): model(kind, last) for kind, last, *rest in runs}
         return {form: layer(form, len(races)) for form in runs}
 
-    monkeypatch.setattr(sys.modules["cpnorm.deploy.factorization"], "race", decided)
+    monkeypatch.setattr(sys.modules["cpnorm.deploy.factorization"], "fastest", decided)
     return races
 
 
@@ -430,11 +430,11 @@ def test_the_choice_prints_and_is_data() -> None:
     assert "lowest modelled cost" in lines[3]
     assert "not timed" in lines[3]
     dense = choice.total("dense")
-    assert dense.weights == sum(
+    assert dense.parameters == sum(
         p.numel() for p in factorize(model, image(), forms=dict.fromkeys("0379", "dense")).parameters()
     )
-    assert f"{dense.weights:,}" in lines[-1]
-    assert choice.total("chosen").weights == sum(p.numel() for p in choice.apply(model).parameters())
+    assert f"{dense.parameters:,}" in lines[-1]
+    assert choice.total("chosen").parameters == sum(p.numel() for p in choice.apply(model).parameters())
     assert " -> " in str(choose_forms(model, image()))
 
 
@@ -446,34 +446,45 @@ def test_wrong_calls() -> None:
         factorize(model, image(), forms={"1": "dense", "conv": "dense"})
     with pytest.raises(ValueError, match=r"expected form to be one of depthwise, .*, got 'low-rank' for 3"):
         factorize(model, image(), forms={"3": "low-rank"})
-    with pytest.raises(ValueError, match="expected goal to be time or weights, got 'size'"):
+    with pytest.raises(ValueError, match="expected goal to be time or parameters, got 'size'"):
         factorize(model, image(), goal="size")
-    with pytest.raises(ValueError, match="captured is for models on a GPU, got one on cpu"):
-        factorize(model, image(), captured=True)
+    with pytest.raises(ValueError, match="cuda_graph is for models on a GPU, got one on cpu"):
+        factorize(model, image(), cuda_graph=True)
     with pytest.raises(ValueError, match="this choice is for a model with the canonical layers 0, 3, 7, 9"):
         choose_forms(model, image(), measure=False).apply(model[0])
     assert len(canonical_layers(model)) == 4
+
+
+def test_old_names_of_arguments_work_and_warn() -> None:
+    model = network()
+    with pytest.warns(DeprecationWarning, match="goal='weights' is now called goal='parameters'"):
+        old = choose_forms(model, image(), measure=False, goal="weights")
+    assert old == choose_forms(model, image(), measure=False, goal="parameters")
+    with pytest.warns(DeprecationWarning, match="captured is now called cuda_graph"):
+        choose_forms(model, image(), measure=False, captured=False)
+    with pytest.raises(TypeError, match="got both cuda_graph and captured"):
+        factorize(model, image(), cuda_graph=True, captured=True)
 
 
 def test_kernels_are_for_gpus_and_go_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     model = network()
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     choice = choose_forms(model, image(), measure=False)
-    for asked in ({"measure": False}, {"goal": "weights"}, {"forms": {"3": "split"}}):
-        with pytest.raises(ValueError, match="kernels go by the clock alone"):
+    for asked in ({"measure": False}, {"goal": "parameters"}, {"forms": {"3": "split"}}):
+        with pytest.raises(ValueError, match="kernels=True requires"):
             factorize(model, image(), kernels=True, **asked)
     with pytest.raises(ValueError, match="kernels are for models on a GPU, got one on cpu"):
         choice.with_kernels(model, image())
     with pytest.raises(ValueError, match="kernels are for models on a GPU, got one on cpu"):
         factorize(model, image(), kernels=True)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(sys.modules["cpnorm.deploy.factorization"], "HAS_TRITON", False)
+    monkeypatch.setattr(sys.modules["cpnorm.deploy.factorization"], "has_triton", lambda: False)
     with pytest.raises(ImportError, match="kernels need triton"):
         choice.with_kernels(model, image())
     assert len(canonical_layers(model)) == 4
 
 
-# --- the race -----------------------------------------------------------------------------------------------------
+# --- the fastest -----------------------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -494,7 +505,7 @@ class Clock:
 def test_a_race_ends_soon_when_it_is_calm(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     runs = {"slow": clock.runner("slow", 0.01), "fast": clock.runner("fast", 0.006), "lame": clock.runner("lame", 0.02)}
-    assert race(runs, torch.device("cpu")) == pytest.approx({"slow": 0.01, "fast": 0.006, "lame": 0.02})
+    assert fastest(runs, torch.device("cpu")) == pytest.approx({"slow": 0.01, "fast": 0.006, "lame": 0.02})
     assert clock.calls["fast"] < 10
     assert clock.calls["lame"] == 2  # once to warm up and two rounds
 
@@ -502,13 +513,13 @@ def test_a_race_ends_soon_when_it_is_calm(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_race_sees_through_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     noisy = [0.03, 0.02, 0.019, 0.018, 0.017, 0.016, 0.015, 0.014, 0.004]
-    result = race({"noisy": clock.runner("noisy", *noisy), "even": clock.runner("even", 0.01)}, torch.device("cpu"))
+    result = fastest({"noisy": clock.runner("noisy", *noisy), "even": clock.runner("even", 0.01)}, torch.device("cpu"))
     assert result == pytest.approx({"noisy": 0.004, "even": 0.01})
 
 
 def test_a_race_of_the_slow_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    race({"one": clock.runner("one", 2.0), "two": clock.runner("two", 3.0)}, torch.device("cpu"))
+    fastest({"one": clock.runner("one", 2.0), "two": clock.runner("two", 3.0)}, torch.device("cpu"))
     assert clock.calls == {"one": 3, "two": 3}
 
 
@@ -536,7 +547,7 @@ class ReadsAWeight(nn.Module):
 )
 def test_a_layer_whose_weight_others_read_stays_dense(build, dense: dict[str, str]) -> None:
     model, x = canonical_norm(build().eval(), rank=4), torch.randn(2, 5, 64)
-    choice = choose_forms(model, x, measure=False, goal="weights")
+    choice = choose_forms(model, x, measure=False, goal="parameters")
     assert {name: choice.layers[name].reason for name in dense} == dense
     with torch.no_grad():
         close(choice.apply(model)(x), model(x), 1e-5)

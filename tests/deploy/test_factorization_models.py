@@ -41,7 +41,7 @@ def test_a_bias_stays_frozen_and_shared() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     model[2].bias = model[0].bias
     model[0].bias.requires_grad_(False)
-    small = factorize(canonical_norm(model, rank=2), torch.randn(1, 64), goal="weights", measure=False)
+    small = factorize(canonical_norm(model, rank=2), torch.randn(1, 64), goal="parameters", measure=False)
     biases = {id(p): p for name, p in small.named_parameters() if name.endswith("bias")}
     assert len(biases) == 1
     assert not any(p.requires_grad for p in biases.values())
@@ -64,7 +64,7 @@ class ByClass(nn.Module):
 @pytest.mark.parametrize("measure", [False, True])
 def test_a_model_that_asks_for_classes_stays_dense(measure: bool) -> None:
     model, x = canonical_norm(ByClass(), rank=4), torch.randn(8, 256)
-    choice = choose_forms(model, x, measure=measure, goal="weights")
+    choice = choose_forms(model, x, measure=measure, goal="parameters")
     assert {(layer.form, layer.reason) for layer in choice.layers.values()} == {
         ("dense", "the model treats layers by their class")
     }
@@ -110,7 +110,7 @@ class Listed(nn.Module):
 
 def test_every_reference_to_a_layer_is_to_its_chain() -> None:
     model, x = canonical_norm(Listed(), rank=4), torch.randn(8, 64)
-    small = factorize(model, x, goal="weights", measure=False)
+    small = factorize(model, x, goal="parameters", measure=False)
     close(small(x), model(x), 1e-5)
     assert small.steps[0] is small.a
     for parameter in small.parameters():
@@ -121,7 +121,7 @@ def test_every_reference_to_a_layer_is_to_its_chain() -> None:
 def test_made_in_inference_mode_it_can_be_trained() -> None:
     model, x = canonical_norm(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), rank=4), torch.randn(8, 64)
     with torch.inference_mode():
-        small = factorize(model, x, goal="weights", measure=False)
+        small = factorize(model, x, goal="parameters", measure=False)
     small(x).sum().backward()
     assert all(p.grad is not None for p in small.parameters())
 
@@ -138,7 +138,7 @@ class InAutocast(nn.Module):
 
 def test_precisions_and_names_of_calls() -> None:
     model, x = canonical_norm(InAutocast(), rank=4), torch.randn(8, 64)
-    choice = choose_forms(model, x, goal="weights", measure=False)
+    choice = choose_forms(model, x, goal="parameters", measure=False)
     assert choice.layers["a"].form == "low-rank"
     assert choice.layers["b"].reason == "called in another precision than its own"
     close(choice.apply(model)(x), model(x), 0.02)

@@ -1,4 +1,4 @@
-"""Models with stages compute what they did; what becomes one, what goes into it, and what is left alone."""
+"""Models with fused compute what they did; what becomes one, what goes into it, and what is left alone."""
 
 from __future__ import annotations
 
@@ -17,8 +17,16 @@ from torch import Tensor, nn
 
 from cpnorm import canonical_norm, fold
 from cpnorm.deploy.factorization import choose_forms, factorize
-from cpnorm.deploy.fused import PATCHES, STAGE, behind_of, kernels_are_right, lines_of, put_closings, put_stages
-from cpnorm.gpu.fused_blocks import Closing, Opening, Stage
+from cpnorm.deploy.fused import (
+    FUSED,
+    FUSED_PATCHES,
+    behind_of,
+    fuse_blocks,
+    fuse_epilogues,
+    kernels_match_torch,
+    lines_of,
+)
+from cpnorm.gpu.fused_blocks import FusedBlock, FusedEpilogue, FusedInput
 from cpnorm.lab.paper.tables import paper_ranks
 from cpnorm.lab.training.models import alexnet
 from cpnorm.nn.layers import CPConv1d, CPConv2d, CPConvTranspose2d, CPLayer, CPLinear
@@ -49,7 +57,7 @@ def line(*layers: nn.Module) -> nn.Sequential:
 
 
 def network() -> nn.Sequential:
-    """A layer for patches, two that are stages, and linear ones."""
+    """A layer for patches, two that are fused, and linear ones."""
     maps = [conv(3, 12, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), conv(12, 20, 3, rank=17, padding=1), nn.ReLU()]
     end = [nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(), linear(180, 24, rank=10), nn.ReLU(), linear(24, 10)]
     return line(*maps, conv(20, 20, 3, rank=30, padding=1), *end)
@@ -64,17 +72,17 @@ def double_of(model: nn.Module) -> nn.Module:
 
 
 def staged(model: nn.Module, x: Tensor, widest: int = ALL) -> tuple[nn.Module, dict[str, str]]:
-    """A copy in double precision with stages, which computes the same; and their names."""
+    """A copy in double precision with fused, which computes the same; and their names."""
     twin = copy.deepcopy(model).double()
-    forms = put_stages(twin, widest)
+    forms = fuse_blocks(twin, widest)
     assert_same(model, twin, x)
     return twin, forms
 
 
 def closed(model: nn.Module, x: Tensor) -> nn.Module:
-    """A plain copy with closings, which computes the same."""
+    """A plain copy with epilogues, which computes the same."""
     twin = double_of(model)
-    assert put_closings(twin)
+    assert fuse_epilogues(twin)
     assert_same(model, twin, x)
     return twin
 
@@ -158,17 +166,17 @@ def test_any_model(way: str, widest: int, data: st.DataObject) -> None:
     model, x = drawn_model(data)
     before = copy.deepcopy(model.state_dict())
     twin = copy.deepcopy(model).to(torch.float64 if way == "torch" else torch.float32)
-    forms = put_stages(twin, widest)
+    forms = fuse_blocks(twin, widest)
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, CPLayer)}
     patches = {
         name: widest > 0 and isinstance(layer, CPConv2d) and layer.weight[0].numel() <= 64
         for name, layer in layers.items()
     }
     assert set(forms) == {name for name, layer in layers.items() if layer.rank <= widest or patches[name]}
-    assert all(patches[name] if form == PATCHES else layers[name].rank <= widest for name, form in forms.items())
-    assert sum(isinstance(module, Stage) for module in twin.modules()) == len(forms)
+    assert all(patches[name] if form == FUSED_PATCHES else layers[name].rank <= widest for name, form in forms.items())
+    assert sum(isinstance(module, FusedBlock) for module in twin.modules()) == len(forms)
     fold(twin)
-    put_closings(twin)
+    fuse_epilogues(twin)
     with torch.no_grad():
         wanted = double_of(model)(x.double())
         got = twin.to(device(way))(x.to(device(way), torch.float64 if way == "torch" else torch.float32))
@@ -178,21 +186,21 @@ def test_any_model(way: str, widest: int, data: st.DataObject) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-# --- what becomes a stage -----------------------------------------------------------------------------------------
+# --- what becomes a block -----------------------------------------------------------------------------------------
 
 
-def test_a_line_of_stages() -> None:
+def test_a_line_of_blocks() -> None:
     twin, forms = staged(network(), image())
-    assert forms == {"0": PATCHES, "3": STAGE, "5": STAGE, "9": STAGE, "11": STAGE}
-    assert kinds(twin) == ["Stage", "Stage", "Stage", "Opening", "Stage", "Stage"]
+    assert forms == {"0": FUSED_PATCHES, "3": FUSED, "5": FUSED, "9": FUSED, "11": FUSED}
+    assert kinds(twin) == ["FusedBlock", "FusedBlock", "FusedBlock", "FusedInput", "FusedBlock", "FusedBlock"]
     assert [name for name, _ in twin.named_children()] == ["0"]  # the rest went into it
     assert [str(piece) for piece in twin[0]] == [
-        "Stage(patches 32 -> 12 -> 32, relu, pool, kernel=(3, 3))",
-        "Stage(terms 32 -> 20 -> 32, relu, kernel=(3, 3))",
-        "Stage(terms 32 -> 20, pool, kernel=(3, 3))",
-        "Opening(180 -> 16, maps, flat)",
-        "Stage(rows 16 -> 24 -> 16, relu)",
-        "Stage(rows 16 -> 10)",
+        "FusedBlock(patches 32 -> 12 -> 32, relu, pool, kernel=(3, 3))",
+        "FusedBlock(terms 32 -> 20 -> 32, relu, kernel=(3, 3))",
+        "FusedBlock(terms 32 -> 20, pool, kernel=(3, 3))",
+        "FusedInput(180 -> 16, maps, flat)",
+        "FusedBlock(rows 16 -> 24 -> 16, relu)",
+        "FusedBlock(rows 16 -> 10)",
     ]
     assert not any(module.training for module in twin.modules())
 
@@ -200,38 +208,49 @@ def test_a_line_of_stages() -> None:
 def test_layers_above_the_limit_stay() -> None:
     model = network()
     twin, forms = staged(model, image(), 16)
-    assert forms == {"0": PATCHES, "9": STAGE, "11": STAGE}
-    expected = ["Stage", "CPConv2d", "ReLU", "CPConv2d", "MaxPool2d", "Flatten", "Dropout", "Opening", "Stage", "Stage"]
+    assert forms == {"0": FUSED_PATCHES, "9": FUSED, "11": FUSED}
+    expected = [
+        "FusedBlock",
+        "CPConv2d",
+        "ReLU",
+        "CPConv2d",
+        "MaxPool2d",
+        "Flatten",
+        "Dropout",
+        "FusedInput",
+        "FusedBlock",
+        "FusedBlock",
+    ]
     assert kinds(twin) == expected
     assert twin.get_submodule("3").rank == 17
     twin, forms = staged(model, image(), 29)
-    assert forms == {"0": PATCHES, "3": STAGE, "9": STAGE, "11": STAGE}
-    assert str(twin.get_submodule("0")[-1]) == "Stage(terms 32 -> 20, relu, kernel=(3, 3))"
+    assert forms == {"0": FUSED_PATCHES, "3": FUSED, "9": FUSED, "11": FUSED}
+    assert str(twin.get_submodule("0")[-1]) == "FusedBlock(terms 32 -> 20, relu, kernel=(3, 3))"
     twin, forms = staged(model, image(), 0)
     assert forms == {}
     assert str(twin) == str(copy.deepcopy(model).double())
 
 
-def test_what_has_few_inputs_runs_on_patches_wherever_a_line_of_stages_begins() -> None:
+def test_what_has_few_inputs_runs_on_patches_wherever_a_line_of_blocks_begins() -> None:
     model = line(conv(3, 4, 3, rank=300), nn.Tanh(), conv(4, 6, 3, rank=20), conv(6, 7, 3, rank=20))
     twin, forms = staged(model, image(), 16)
-    assert forms == {"0": PATCHES, "2": PATCHES, "3": PATCHES}
+    assert forms == {"0": FUSED_PATCHES, "2": FUSED_PATCHES, "3": FUSED_PATCHES}
     twin, forms = staged(model, image(), 20)
-    assert forms == {"0": PATCHES, "2": PATCHES, "3": STAGE}
-    assert kinds(twin) == ["Stage", "Tanh", "Stage", "Stage"]
+    assert forms == {"0": FUSED_PATCHES, "2": FUSED_PATCHES, "3": FUSED}
+    assert kinds(twin) == ["FusedBlock", "Tanh", "FusedBlock", "FusedBlock"]
 
 
 def test_what_is_inside_of_others_is_in_line() -> None:
     block = Lines(nn.Identity(), nn.MaxPool2d(2), nn.Sequential(nn.ReLU(), conv(8, 8, 3)))
     model = line(nn.Sequential(conv(30, 8, 3)), block, nn.Sequential(), nn.Sequential(nn.Flatten(), linear(72, 4)))
     twin, forms = staged(model, image(channels=30))
-    assert forms == {"0.0": STAGE, "1.2.1": STAGE, "3.1": STAGE}
+    assert forms == {"0.0": FUSED, "1.2.1": FUSED, "3.1": FUSED}
     assert [str(piece) for piece in twin[0][0]] == [
-        "Opening(30 -> 16, maps)",
-        "Stage(terms 16 -> 8 -> 16, relu, pool, kernel=(3, 3))",
-        "Stage(terms 16 -> 8, kernel=(3, 3))",
-        "Opening(72 -> 16, maps, flat)",
-        "Stage(rows 16 -> 4)",
+        "FusedInput(30 -> 16, maps)",
+        "FusedBlock(terms 16 -> 8 -> 16, relu, pool, kernel=(3, 3))",
+        "FusedBlock(terms 16 -> 8, kernel=(3, 3))",
+        "FusedInput(72 -> 16, maps, flat)",
+        "FusedBlock(rows 16 -> 4)",
     ]
     assert len(kinds(twin)) == 5  # nothing is in the others any more
 
@@ -240,8 +259,18 @@ def test_linear_layers_go_with_relus_but_not_with_poolings() -> None:
     model = line(linear(13, 8), nn.MaxPool2d(2), linear(4, 6), nn.ReLU(), nn.ReLU(), linear(6, 8), nn.Flatten())
     model.append(linear(144, 3))
     twin, forms = staged(model, image())
-    assert set(forms.values()) == {STAGE}
-    found = ["Opening", "Stage", "MaxPool2d", "Opening", "Stage", "Stage", "Flatten", "Opening", "Stage"]
+    assert set(forms.values()) == {FUSED}
+    found = [
+        "FusedInput",
+        "FusedBlock",
+        "MaxPool2d",
+        "FusedInput",
+        "FusedBlock",
+        "FusedBlock",
+        "Flatten",
+        "FusedInput",
+        "FusedBlock",
+    ]
     assert kinds(twin) == found  # linear layers are no maps that a flatten could go with
     assert not twin.get_submodule("0")[1].relu
     assert twin.get_submodule("2")[1].relu
@@ -251,16 +280,16 @@ def test_linear_layers_of_the_columns_of_maps() -> None:
     """They stand in line with convolutions, and have as many inputs as there are channels, but not those."""
     model = line(conv(3, 11, 3), nn.ReLU(), linear(11, 11), nn.ReLU(), conv(11, 4, 3, rank=9), nn.ReLU())
     twin, forms = staged(model, image())
-    assert forms == {"0": PATCHES, "2": STAGE, "4": STAGE}
-    assert kinds(twin) == ["Stage", "Opening", "Stage", "Opening", "Stage"]
+    assert forms == {"0": FUSED_PATCHES, "2": FUSED, "4": FUSED}
+    assert kinds(twin) == ["FusedBlock", "FusedInput", "FusedBlock", "FusedInput", "FusedBlock"]
 
 
 def test_finer_modes_behind_a_flatten() -> None:
     plain = line(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(150, 12), nn.ReLU())
     model = canonical_norm(plain, {"0": 9, "4": 20}, "kaiming_normal", modes={"4": (3, 4, 6, 5, 5)})
     twin, forms = staged(model, image())
-    assert forms == {"0": PATCHES, "4": STAGE}
-    assert kinds(twin) == ["Stage", "Opening", "Stage"]
+    assert forms == {"0": FUSED_PATCHES, "4": FUSED}
+    assert kinds(twin) == ["FusedBlock", "FusedInput", "FusedBlock"]
 
 
 @pytest.mark.parametrize(
@@ -275,9 +304,9 @@ def test_convolutions_of_all_kinds(padding: dict[str, Any]) -> None:
 def test_two_lines_and_what_is_between() -> None:
     model = Twice(line(conv(3, 8, 3), nn.ReLU()), line(nn.ReLU(), conv(8, 8, 3), nn.MaxPool2d(2))).eval()
     twin, forms = staged(model, image())
-    assert forms == {"one.0": PATCHES, "two.1": STAGE}
-    assert kinds(twin.one) == ["Stage"]
-    assert kinds(twin.two) == ["ReLU", "Opening", "Stage"]
+    assert forms == {"one.0": FUSED_PATCHES, "two.1": FUSED}
+    assert kinds(twin.one) == ["FusedBlock"]
+    assert kinds(twin.two) == ["ReLU", "FusedInput", "FusedBlock"]
     assert type(twin.alone) is CPConv2d
 
 
@@ -310,7 +339,7 @@ def test_other_layers_interrupt_a_line(layer: Callable[[], nn.Module]) -> None:
     model = line(conv(30, 20, 3), layer(), nn.ReLU(), conv(20, 8, 3), nn.ReLU())
     twin, forms = staged(model, image(channels=30))
     forms.pop("1.0", None)  # in a line of its own
-    assert forms == {"0": STAGE, "3": STAGE}
+    assert forms == {"0": FUSED, "3": FUSED}
     assert [name for name, _ in twin.named_children()] == ["0", "1", "2", "3"]
     assert type(twin.get_submodule("1")) is type(model[1])
     assert type(twin.get_submodule("2")) is nn.ReLU
@@ -319,16 +348,16 @@ def test_other_layers_interrupt_a_line(layer: Callable[[], nn.Module]) -> None:
 def test_a_sequential_of_another_kind_is_no_line_but_what_is_in_it_may_be() -> None:
     model = Doubled(conv(3, 8, 3), nn.ReLU(), nn.Sequential(conv(8, 8, 3), nn.ReLU())).eval()
     twin, forms = staged(model, image())
-    assert forms == {"2.0": STAGE}
-    assert kinds(twin)[-2:] == ["Opening", "Stage"]
+    assert forms == {"2.0": FUSED}
+    assert kinds(twin)[-2:] == ["FusedInput", "FusedBlock"]
     twin, forms = staged(Lines(conv(3, 8, 3), nn.ReLU()).eval(), image())
-    assert forms == {"0": PATCHES}
+    assert forms == {"0": FUSED_PATCHES}
 
 
 def test_maps_of_one_dimension() -> None:
     layer = canonical(CPConv1d(5, 5, 3, rank=3, init="kaiming_normal"))
     _, forms = staged(line(layer, nn.ReLU(), nn.Flatten(), linear(35, 4)), torch.randn(2, 5, 9))
-    assert forms == {"3": STAGE}
+    assert forms == {"3": FUSED}
 
 
 @pytest.mark.parametrize(
@@ -345,17 +374,17 @@ def test_maps_of_one_dimension() -> None:
     ],
     ids=["3x3", "ceil", "average", "leaky", "ReLU6", "heard ReLU", "heard pool", "heard identity"],
 )
-def test_only_relus_and_poolings_of_one_kind_go_into_a_stage(other: Callable[[], nn.Module]) -> None:
+def test_only_relus_and_poolings_of_one_kind_go_into_a_block(other: Callable[[], nn.Module]) -> None:
     model = line(conv(3, 8, 3), other(), nn.ReLU(), conv(8, 8, 3))
     twin, forms = staged(model, image())
-    assert forms == {"0": PATCHES, "3": STAGE}
+    assert forms == {"0": FUSED_PATCHES, "3": FUSED}
     assert [name for name, _ in twin.named_children()] == ["0", "1", "2", "3"]
     assert kinds(twin)[1:3] == [type(model[1]).__name__, "ReLU"]
 
 
 def test_two_poolings_are_not_one() -> None:
     twin, _ = staged(line(conv(3, 8, 3), nn.MaxPool2d(2), nn.ReLU(), nn.MaxPool2d(2), nn.ReLU()), image())
-    assert kinds(twin) == ["Stage", "MaxPool2d", "ReLU"]
+    assert kinds(twin) == ["FusedBlock", "MaxPool2d", "ReLU"]
 
 
 @pytest.mark.parametrize("flatten", [nn.Flatten(2), nn.Flatten(1, 2), nn.Flatten(1, 3), heard(nn.Flatten())], ids=str)
@@ -363,40 +392,40 @@ def test_other_flattens_stay(flatten: nn.Flatten) -> None:
     x = image()
     size = flatten(conv(3, 8, 3)(x)).shape[-1]
     twin, forms = staged(line(conv(3, 8, 3), flatten, linear(size, 4)), x)
-    assert forms == {"0": PATCHES, "2": STAGE}
-    assert kinds(twin) == ["Stage", "Flatten", "Opening", "Stage"]
+    assert forms == {"0": FUSED_PATCHES, "2": FUSED}
+    assert kinds(twin) == ["FusedBlock", "Flatten", "FusedInput", "FusedBlock"]
 
 
 def test_a_flatten_before_a_plain_layer_stays() -> None:
     for last in (nn.Linear(880, 4), linear(880, 4, rank=257), nn.Identity(), heard(linear(880, 4))):
         twin, forms = staged(line(conv(3, 8, 3), nn.Flatten(), last), image())
-        assert forms == {"0": PATCHES}
-        assert kinds(twin)[:2] == ["Stage", "Flatten"]
+        assert forms == {"0": FUSED_PATCHES}
+        assert kinds(twin)[:2] == ["FusedBlock", "Flatten"]
 
 
 def test_dropout_in_training_stays() -> None:
     model = line(conv(3, 8, 3), nn.Dropout(0.5), nn.ReLU(), nn.Flatten(), nn.Dropout(0.5), linear(880, 4))
     model.train()
     twin = copy.deepcopy(model).double()
-    assert put_stages(twin, ALL) == {"0": PATCHES, "5": STAGE}
-    assert kinds(twin) == ["Stage", "Dropout", "ReLU", "Flatten", "Dropout", "Opening", "Stage"]
+    assert fuse_blocks(twin, ALL) == {"0": FUSED_PATCHES, "5": FUSED}
+    assert kinds(twin) == ["FusedBlock", "Dropout", "ReLU", "Flatten", "Dropout", "FusedInput", "FusedBlock"]
     assert all(module.training for module in twin.modules())
     assert_same(model.eval(), twin.eval(), image())
-    assert kinds(staged(model, image())[0]) == ["Stage", "Opening", "Stage"]
+    assert kinds(staged(model, image())[0]) == ["FusedBlock", "FusedInput", "FusedBlock"]
 
 
 def test_shared_and_tied_layers_stay() -> None:
     shared = conv(8, 8, 3, padding=1)
     model = line(conv(3, 8, 3), shared, nn.ReLU(), shared, nn.ReLU(), conv(8, 8, 3))
     twin, forms = staged(model, image())
-    assert forms == {"0": PATCHES, "5": STAGE}
+    assert forms == {"0": FUSED_PATCHES, "5": FUSED}
     assert twin[1] is twin[3]
     plain = line(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     plain[2].weight = plain[0].weight
     tied = canonical_norm(plain, 4, "kaiming_normal")
     assert tied[0].lambdas is tied[2].lambdas
     twin, forms = staged(tied, torch.randn(3, 8))
-    assert forms == {"4": STAGE}
+    assert forms == {"4": FUSED}
     assert twin[0].lambdas is twin[2].lambdas
 
 
@@ -405,24 +434,24 @@ def test_a_shared_block_is_in_no_line() -> None:
     block = nn.Sequential(nn.ReLU(), nn.MaxPool2d(2))
     model = line(conv(3, 8, 3, padding=1), block, conv(8, 8, 3, padding=1), block)
     twin, forms = staged(model, image())
-    assert forms == {"0": PATCHES, "2": STAGE}
+    assert forms == {"0": FUSED_PATCHES, "2": FUSED}
     assert twin[1] is twin[3]
     assert kinds(twin[1]) == ["ReLU", "MaxPool2d"]
     plain = double_of(model)
-    put_closings(plain)
+    fuse_epilogues(plain)
     assert_same(model, plain, image())
     inner = line(conv(3, 3, 3, padding=1), nn.ReLU())
-    assert staged(line(inner, inner, nn.ReLU(), conv(3, 3, 3)), image())[1] == {"3": PATCHES}
+    assert staged(line(inner, inner, nn.ReLU(), conv(3, 3, 3)), image())[1] == {"3": FUSED_PATCHES}
 
 
-def test_no_line_no_stage() -> None:
+def test_no_line_no_block() -> None:
     lonely = Twice(conv(3, 8, 3), nn.ModuleList([conv(8, 8, 3)])[0]).eval()
     assert staged(lonely, image())[1] == {}
-    assert put_stages(conv(3, 8, 3), ALL) == {}
-    assert put_stages(nn.Sequential(), ALL) == {}
+    assert fuse_blocks(conv(3, 8, 3), ALL) == {}
+    assert fuse_blocks(nn.Sequential(), ALL) == {}
 
 
-# --- closings -----------------------------------------------------------------------------------------------------
+# --- epilogues -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -438,8 +467,8 @@ def test_bias_relu_and_pooling_are_one(behind: list[nn.Module], bias: bool) -> N
     model = line(nn.Conv2d(3, 8, 3, bias=bias), *behind, nn.Conv2d(8, 4, 3, bias=bias), *behind[:1], nn.Flatten())
     twin = closed(model, image())
     assert twin[0].bias is None
-    assert str(twin[1]) == f"Closing(relu, pool{', bias' if bias else ''})"
-    assert [type(layer) for layer in twin[:3]] == [nn.Conv2d, Closing, nn.Conv2d]
+    assert str(twin[1]) == f"FusedEpilogue(relu, pool{', bias' if bias else ''})"
+    assert [type(layer) for layer in twin[:3]] == [nn.Conv2d, FusedEpilogue, nn.Conv2d]
     assert type(twin[-1]) is nn.Flatten
     if bias:
         assert torch.equal(twin[1].bias, model[0].bias.double())
@@ -454,7 +483,7 @@ def test_bias_relu_and_pooling_are_one(behind: list[nn.Module], bias: bool) -> N
 def test_a_bias_and_a_relu_are_one() -> None:
     assert kinds(closed(line(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)), image())) == [
         "Conv2d",
-        "Closing",
+        "FusedEpilogue",
         "Conv2d",
     ]
     shifted = closed(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).train(), image())
@@ -464,9 +493,9 @@ def test_a_bias_and_a_relu_are_one() -> None:
 def test_poolings_behind_other_layers() -> None:
     model = line(nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2), nn.AvgPool2d(1), nn.MaxPool2d(2))
     twin = closed(model, image())
-    assert kinds(twin) == ["BatchNorm2d", "Closing", "AvgPool2d", "Closing"]
-    assert str(twin[1]) == "Closing(relu, pool)"
-    assert str(twin[3]) == "Closing(pool)"
+    assert kinds(twin) == ["BatchNorm2d", "FusedEpilogue", "AvgPool2d", "FusedEpilogue"]
+    assert str(twin[1]) == "FusedEpilogue(relu, pool)"
+    assert str(twin[3]) == "FusedEpilogue(pool)"
     assert_same(model, twin, image()[:1])
 
 
@@ -488,7 +517,7 @@ def test_what_is_not_closed(model: Callable[[], nn.Module]) -> None:
     plain = model().double()
     before = str(plain)
     wanted = plain(image().double())
-    assert not put_closings(plain)
+    assert not fuse_epilogues(plain)
     assert str(plain) == before
     assert torch.equal(plain(image().double()), wanted)
 
@@ -497,21 +526,32 @@ def test_a_shared_convolution_keeps_its_bias() -> None:
     shared, others = nn.Conv2d(3, 3, 3, padding=1), heard(nn.Conv2d(3, 3, 3))
     model = line(shared, nn.ReLU(), nn.MaxPool2d(2), shared, nn.ReLU(), others, nn.MaxPool2d(2))
     twin = closed(model, image())
-    assert kinds(twin) == ["Conv2d", "Closing", "ReLU", "Conv2d", "Closing"]
+    assert kinds(twin) == ["Conv2d", "FusedEpilogue", "ReLU", "Conv2d", "FusedEpilogue"]
     assert twin[0] is twin[2]
     assert twin[0].bias is not None
     assert twin[-2].bias is not None
-    assert all(module.bias is None for module in twin.modules() if isinstance(module, Closing))
+    assert all(module.bias is None for module in twin.modules() if isinstance(module, FusedEpilogue))
 
 
-def test_closings_behind_stages_that_are_none() -> None:
+def test_epilogues_behind_blocks_that_are_none() -> None:
     """Layers with too many terms become plain ones; what is behind them is one."""
     model = network()
     twin, forms = staged(model, image(), 16)
-    assert put_closings(fold(twin))
+    assert fuse_epilogues(fold(twin))
     assert_same(model, twin, image())
     assert set(forms) == {"0", "9", "11"}
-    found = ["Stage", "Conv2d", "Closing", "Conv2d", "Closing", "Flatten", "Dropout", "Opening", "Stage", "Stage"]
+    found = [
+        "FusedBlock",
+        "Conv2d",
+        "FusedEpilogue",
+        "Conv2d",
+        "FusedEpilogue",
+        "Flatten",
+        "Dropout",
+        "FusedInput",
+        "FusedBlock",
+        "FusedBlock",
+    ]
     assert kinds(twin) == found
 
 
@@ -560,15 +600,15 @@ def norm(channels: int, **settings: Any) -> nn.BatchNorm2d:
 
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_batch_norms_go_into_stages_and_convolutions(affine: bool, bias: bool) -> None:
+def test_batch_norms_go_into_blocks_and_convolutions(affine: bool, bias: bool) -> None:
     layers = [conv(3, 6, 3, bias=bias), norm(6, affine=affine), nn.ReLU(), nn.MaxPool2d(2)]
     layers += [conv(6, 40, 3, bias=bias), norm(40, affine=affine), nn.MaxPool2d(2), nn.ReLU()]
     layers += [conv(40, 5, 1, bias=bias), norm(5, affine=affine), nn.Dropout()]
     twin, forms = staged(line(*layers), image())
-    assert forms == {"0": PATCHES, "4": STAGE, "8": STAGE}
-    assert kinds(twin) == ["Stage"] * 3
-    assert kinds(closed(line(*layers), image())) == ["Conv2d", "Closing"] * 3
-    twin, _ = staged(line(conv(3, 6, 3), nn.ReLU(), norm(6), conv(6, 5, 3)), image())  # too late for the stage
+    assert forms == {"0": FUSED_PATCHES, "4": FUSED, "8": FUSED}
+    assert kinds(twin) == ["FusedBlock"] * 3
+    assert kinds(closed(line(*layers), image())) == ["Conv2d", "FusedEpilogue"] * 3
+    twin, _ = staged(line(conv(3, 6, 3), nn.ReLU(), norm(6), conv(6, 5, 3)), image())  # too late for the block
     assert "BatchNorm2d" in kinds(twin)
 
 
@@ -579,21 +619,21 @@ def test_a_norm_stays_behind_a_weight_that_others_use() -> None:
     assert "BatchNorm2d" in kinds(closed(model, image()))
 
 
-# --- models with stages are models --------------------------------------------------------------------------------
+# --- models with fused are models --------------------------------------------------------------------------------
 
 
 def test_copies_states_and_files(tmp_path: Path) -> None:
     model, x = network(), image()
     twin = copy.deepcopy(model)
-    put_stages(twin, 29)
-    put_closings(fold(twin))
+    fuse_blocks(twin, 29)
+    fuse_epilogues(fold(twin))
     with torch.no_grad():
         wanted = twin(x)
         close(wanted, model(x), 1e-4)
         assert torch.equal(copy.deepcopy(twin)(x), wanted)
         other = network()  # with other weights
-        put_stages(other, 29)
-        put_closings(fold(other))
+        fuse_blocks(other, 29)
+        fuse_epilogues(fold(other))
         assert not torch.equal(other(x), wanted)
         other.load_state_dict(twin.state_dict())
         assert torch.equal(other(x), wanted)
@@ -601,14 +641,14 @@ def test_copies_states_and_files(tmp_path: Path) -> None:
         loaded = torch.load(tmp_path / "staged.pt", weights_only=False)
         assert torch.equal(loaded(x), wanted)
         assert str(loaded) == str(twin)
-    assert {type(module) for module in twin.modules()} >= {Stage, Opening, Closing}
+    assert {type(module) for module in twin.modules()} >= {FusedBlock, FusedInput, FusedEpilogue}
 
 
-def test_stages_own_their_weights() -> None:
+def test_blocks_own_their_weights() -> None:
     """The canonical layers may go on learning."""
     layers = conv(3, 8, 3), conv(8, 8, 3), linear(640, 4)
     model = line(layers[0], nn.ReLU(), layers[1], nn.Flatten(), layers[2])
-    put_stages(model, ALL)
+    fuse_blocks(model, ALL)
     x = torch.randn(2, 3, 12, 14)
     wanted = model(x)
     with torch.no_grad():
@@ -632,7 +672,7 @@ def small_network() -> nn.Sequential:
 Runs = dict[Hashable, Callable[[], object]]
 
 
-def raced(way: str, patch: pytest.MonkeyPatch, wins: Hashable = None) -> list[Hashable]:
+def timed_with_kernels(way: str, patch: pytest.MonkeyPatch, wins: Hashable = None) -> list[Hashable]:
     """Kernels may run even where there are none; if it is said who wins, no clock is; who took part is noted.
 
     Who takes part is known by the forms of the layers; "dense" is the model, and () what was chosen without kernels.
@@ -641,16 +681,16 @@ def raced(way: str, patch: pytest.MonkeyPatch, wins: Hashable = None) -> list[Ha
     module = sys.modules["cpnorm.deploy.factorization"]
     if way == "torch":
         patch.setattr(module, "kernels_supported", lambda device: True)
-        patch.setattr(module, "HAS_TRITON", True)
+        patch.setattr(module, "has_triton", lambda: True)
 
-    def decided(runs: Runs, device: torch.device, *, captured: bool = False) -> dict[Hashable, float]:
+    def decided(runs: Runs, device: torch.device, *, cuda_graph: bool = False) -> dict[Hashable, float]:
         for run in runs.values():
             run()
         runners.extend(runs)
         return {key: 1.0 if key == wins else 2.0 for key in runs}
 
     if wins is not None:
-        patch.setattr(module, "race", decided)
+        patch.setattr(module, "fastest", decided)
     return runners
 
 
@@ -658,8 +698,8 @@ LOW = "low-rank"
 CANDIDATES: dict[int | None, tuple[str, ...]] = {
     None: (),
     0: ("depthwise", "dense", LOW),
-    64: (PATCHES, "dense", STAGE),
-    128: (PATCHES, STAGE, STAGE),
+    64: (FUSED_PATCHES, "dense", FUSED),
+    128: (FUSED_PATCHES, FUSED, FUSED),
 }
 
 
@@ -668,10 +708,10 @@ CANDIDATES: dict[int | None, tuple[str, ...]] = {
 def test_the_choice_of_kernels(way: str, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = small_network().to(device(way)), image().to(device(way))
     plain = choose_forms(model, x, measure=False, forms=dict(zip("038", CANDIDATES[0], strict=True)))
-    runners = raced(way, monkeypatch, wins=CANDIDATES[limit])
+    runners = timed_with_kernels(way, monkeypatch, wins=CANDIDATES[limit])
     choice = plain.with_kernels(model, x)
     assert runners == ["dense", *CANDIDATES.values(), ("dense",) * 3]  # with 256 terms it looks as with 128
-    assert choice.stages_to == limit
+    assert choice.fused_up_to == limit
     forms = tuple(layer.form for layer in choice.layers.values())
     assert forms == (CANDIDATES[limit] or CANDIDATES[0])
     assert choice.seconds == {"dense": 2.0, "chosen": 1.0}
@@ -679,14 +719,14 @@ def test_the_choice_of_kernels(way: str, limit: int | None, monkeypatch: pytest.
     assert lines[-1].endswith("cpnorm's kernels") is (limit is not None)
     for form, row in zip(forms, lines[1:-1], strict=True):
         assert form in row
-        assert ("in line with others" in row) is (form in (STAGE, PATCHES))
+        assert ("in line with others" in row) is (form in (FUSED, FUSED_PATCHES))
     if limit:
-        assert choice.layers["8"].costs[STAGE].weights == 4 * (70 + 10) + 10
-        assert choice.layers["0"].costs[PATCHES] == choice.layers["0"].costs["dense"]
+        assert choice.layers["8"].costs[FUSED].parameters == 4 * (70 + 10) + 10
+        assert choice.layers["0"].costs[FUSED_PATCHES] == choice.layers["0"].costs["dense"]
     before = copy.deepcopy(model.state_dict())
     small = choice.apply(model)
-    assert any(isinstance(module, Stage) for module in small.modules()) is bool(limit)
-    assert any(isinstance(module, Closing) for module in small.modules()) is (limit in (0, 64))
+    assert any(isinstance(module, FusedBlock) for module in small.modules()) is bool(limit)
+    assert any(isinstance(module, FusedEpilogue) for module in small.modules()) is (limit in (0, 64))
     assert not any(isinstance(module, CPLayer) for module in small.modules())
     with torch.no_grad():
         close(small(x), model(x), 1e-4)
@@ -697,9 +737,9 @@ def test_the_choice_of_kernels(way: str, limit: int | None, monkeypatch: pytest.
 def test_a_race_with_kernels(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the clock: whoever wins, it computes the same."""
     model, x = small_network().to(device(way)), image().to(device(way))
-    raced(way, monkeypatch)
+    timed_with_kernels(way, monkeypatch)
     choice = choose_forms(model, x).with_kernels(model, x)
-    assert ("cpnorm's kernels" in str(choice)) is (choice.stages_to is not None)
+    assert ("cpnorm's kernels" in str(choice)) is (choice.fused_up_to is not None)
     with torch.no_grad():
         close(choice.apply(model)(x), model(x), 1e-4)
         close(factorize(model, x, kernels=True)(x), model(x), 1e-4)
@@ -710,25 +750,27 @@ def test_kernels_that_compute_something_else_are_left_out(monkeypatch: pytest.Mo
     model = small_network()
     with torch.no_grad():
         next(layer for layer in reversed(list(model.modules())) if isinstance(layer, CPLinear)).bias.fill_(1e4)
-    assert kernels_are_right(staged(model, image())[0], image().double())
+    assert kernels_match_torch(staged(model, image())[0], image().double())
 
-    def runners_with(kind: type[Stage | Closing], by_kernel: Callable[[Any, Tensor], Tensor]) -> list[Hashable]:
+    def runners_with(
+        kind: type[FusedBlock | FusedEpilogue], by_kernel: Callable[[Any, Tensor], Tensor]
+    ) -> list[Hashable]:
         with monkeypatch.context() as patch:
             patch.setattr(sys.modules["cpnorm.gpu.fused_blocks"], "runs_kernel", lambda *_: True)
-            patch.setattr(Stage, "_by_kernel", Stage._by_torch)
-            patch.setattr(Closing, "_by_kernel", Closing.by_torch)
+            patch.setattr(FusedBlock, "_by_kernel", FusedBlock._by_torch)
+            patch.setattr(FusedEpilogue, "_by_kernel", FusedEpilogue.by_torch)
             patch.setattr(kind, "_by_kernel", by_kernel)
-            runners = raced("torch", patch, wins="dense")
+            runners = timed_with_kernels("torch", patch, wins="dense")
             choose_forms(model, image(), measure=False).with_kernels(model, image())
         return runners
 
-    everyone = runners_with(Stage, Stage._by_torch)
+    everyone = runners_with(FusedBlock, FusedBlock._by_torch)
     assert CANDIDATES[128] in everyone
     with pytest.warns(UserWarning, match="terms are left out: they do not compute what torch does"):
-        left = runners_with(Stage, lambda stage, x: (1.1 if stage.patches else 1) * stage._by_torch(x))
-    assert left == [one for one in everyone if PATCHES not in one]
+        left = runners_with(FusedBlock, lambda block, x: (1.1 if block.patches else 1) * block._by_torch(x))
+    assert left == [one for one in everyone if FUSED_PATCHES not in one]
     with pytest.warns(UserWarning, match="up to [0-9]+ terms are left out: they"):
-        left = runners_with(Closing, lambda closing, x: closing.by_torch(x).roll(1, 1))
+        left = runners_with(FusedEpilogue, lambda epilogue, x: epilogue.by_torch(x).roll(1, 1))
     assert CANDIDATES[0] not in left
 
 
@@ -739,19 +781,19 @@ def test_tiles_as_large_as_those_of_real_networks(rate: int, batch: int) -> None
     """With many pixels kernels are compiled to other instructions: warps multiply in groups."""
     ranks = {name: max(1, rank - rank * rate // 100) for name, rank in paper_ranks("alexnet").items()}
     model = canonical_norm(alexnet(), ranks, "kaiming_normal").cuda().bfloat16().eval()
-    put_stages(model, ALL)
+    fuse_blocks(model, ALL)
     for _ in range(3):
         x = torch.randn(batch, 3, 32, 32, device="cuda", dtype=torch.bfloat16)
-        assert kernels_are_right(model, x)
+        assert kernels_match_torch(model, x)
         with torch.no_grad():
             assert torch.equal(model(x), model(x))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("captured", [False, True])
-def test_a_race_on_a_gpu(captured: bool) -> None:
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_a_race_on_a_gpu(cuda_graph: bool) -> None:
     model, x = network().cuda().bfloat16(), image(batch=256).cuda().bfloat16()
-    choice = choose_forms(model, x, captured=captured).with_kernels(model, x, captured=captured)
+    choice = choose_forms(model, x, cuda_graph=cuda_graph).with_kernels(model, x, cuda_graph=cuda_graph)
     with torch.no_grad():
         close(choice.apply(model)(x).double(), double_of(model)(x.double()), 0.05)
 
@@ -768,7 +810,7 @@ def test_kernels_take_part_only_where_they_may(monkeypatch: pytest.MonkeyPatch) 
             return self.body[1:](self.body[0](x))
 
     class Views(nn.Module):
-        """Which cannot be where the channels lie last, as those of stages do."""
+        """Which cannot be where the channels lie last, as those of fused do."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -778,12 +820,12 @@ def test_kernels_take_part_only_where_they_may(monkeypatch: pytest.MonkeyPatch) 
             return self.body(x).view(len(x), -1)
 
     class Reads(Views):
-        """What a stage does not have."""
+        """What a block does not have."""
 
         def forward(self, x: Tensor) -> Tensor:
             return self.body(x.to(self.body[0].weight.dtype))
 
-    runners = raced("torch", monkeypatch, wins=("dense",))
+    runners = timed_with_kernels("torch", monkeypatch, wins=("dense",))
     by_hand = ByHand().eval()
     choice = choose_forms(by_hand, image(), measure=False)
     assert choice.with_kernels(by_hand, image()) is choice
@@ -791,20 +833,20 @@ def test_kernels_take_part_only_where_they_may(monkeypatch: pytest.MonkeyPatch) 
     for model in (Views().eval(), Reads().eval()):
         choice = choose_forms(model, image(), measure=False, forms={"body.0": "dense"}).with_kernels(model, image())
         assert runners == ["dense", (), ("dense",)]
-        assert choice.stages_to == 0
+        assert choice.fused_up_to == 0
         close(choice.apply(model)(image()), model(image()), 1e-4)
         runners.clear()
 
 
 def test_a_choice_with_kernels_and_what_became_of_the_model_since(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_network()
-    raced("torch", monkeypatch, wins=CANDIDATES[128])
+    timed_with_kernels("torch", monkeypatch, wins=CANDIDATES[128])
     choice = choose_forms(model, image(), measure=False).with_kernels(model, image())
     with pytest.raises(ValueError, match="has kernels already"):
         choice.with_kernels(model, image())
     model[3].register_forward_hook(lambda *_: None)
     small = choice.apply(model)  # the layer with a hook is dense, then
-    assert [type(module) for module in small.modules()].count(Stage) == 2
+    assert [type(module) for module in small.modules()].count(FusedBlock) == 2
     assert type(small.get_submodule("3")) is nn.Conv2d
     with torch.no_grad():
         close(small(image()), model(image()), 1e-4)
@@ -812,9 +854,9 @@ def test_a_choice_with_kernels_and_what_became_of_the_model_since(monkeypatch: p
 
 def test_what_has_nothing_for_kernels_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     model = line(linear(400, 300, rank=280))
-    runners = raced("torch", monkeypatch, wins=())
+    runners = timed_with_kernels("torch", monkeypatch, wins=())
     choice = choose_forms(model, torch.randn(2, 400), measure=False)
-    assert choice.with_kernels(model, torch.randn(2, 400)).stages_to is None
+    assert choice.with_kernels(model, torch.randn(2, 400)).fused_up_to is None
     assert runners == ["dense", ()]
 
 
@@ -826,18 +868,18 @@ def test_kernels_that_fail_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None
         raise ResourcesError("shared memory")
 
     model = small_network()
-    runners = raced("torch", monkeypatch, wins=())
-    monkeypatch.setattr(Stage, "forward", fails)
+    runners = timed_with_kernels("torch", monkeypatch, wins=())
+    monkeypatch.setattr(FusedBlock, "forward", fails)
     choice = choose_forms(model, image(), measure=False)
     with pytest.warns(UserWarning, match="are left out: shared memory"):
-        assert choice.with_kernels(model, image()).stages_to is None
+        assert choice.with_kernels(model, image()).fused_up_to is None
     assert runners[:2] == ["dense", ()]
-    assert not [runner for runner in runners if STAGE in runner or PATCHES in runner]
+    assert not [runner for runner in runners if FUSED in runner or FUSED_PATCHES in runner]
 
 
 def test_dense_layers_among_kernels_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_network()
-    raced("torch", monkeypatch, wins=CANDIDATES[64])
+    timed_with_kernels("torch", monkeypatch, wins=CANDIDATES[64])
     choice = choose_forms(model, image(), measure=False, forms={"3": "depthwise"}).with_kernels(model, image())
     assert choice.layers["3"].form == "dense"
     assert choice.layers["3"].reason == "dense, with kernels around it"
@@ -855,20 +897,20 @@ def test_layers_of_others_and_maps_that_do_not_fit_are_left_alone() -> None:
     other = canonical(Doubled(3, 8, 3, rank=4, init="kaiming_normal"))
     model = line(other, nn.ReLU(), conv(8, 6, 3)).double()
     twin = copy.deepcopy(model)
-    assert put_stages(twin, ALL) == {"2": STAGE}
+    assert fuse_blocks(twin, ALL) == {"2": FUSED}
     close(twin(image().double()), model(image().double()), 1e-10)
     _, forms = staged(line(conv(3, 4, 3), Backwards(), linear(440, 10)), image())
-    assert forms == {"0": PATCHES, "2": STAGE}
+    assert forms == {"0": FUSED_PATCHES, "2": FUSED}
     one = conv(3, 4, 3)
     model = line(one, nn.Flatten(), linear(11, 10))  # of one image (3, 4, 13), whose rows are flattened
-    assert put_stages(copy.deepcopy(model), ALL) == {"0": PATCHES, "2": STAGE}
+    assert fuse_blocks(copy.deepcopy(model), ALL) == {"0": FUSED_PATCHES, "2": FUSED}
 
 
 def test_the_choice_is_for_models_in_training_too(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_network().train()
-    raced("torch", monkeypatch, wins=CANDIDATES[128])
+    timed_with_kernels("torch", monkeypatch, wins=CANDIDATES[128])
     choice = choose_forms(model, image(), measure=False).with_kernels(model, image())
-    assert choice.stages_to == 128
+    assert choice.fused_up_to == 128
     assert model.training
     for mode in (True, False):
         small = choice.apply(model.train(mode))
@@ -879,6 +921,6 @@ def test_the_choice_is_for_models_in_training_too(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1: make test-kernels")
 def test_wrong_calls() -> None:
-    for asked in ({"measure": False}, {"goal": "weights"}, {"forms": {"8": LOW}}):
-        with pytest.raises(ValueError, match="kernels go by the clock alone"):
+    for asked in ({"measure": False}, {"goal": "parameters"}, {"forms": {"8": LOW}}):
+        with pytest.raises(ValueError, match="kernels=True requires"):
             factorize(small_network(), image(), kernels=True, **asked)

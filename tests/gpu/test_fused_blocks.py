@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import cpnorm
 from cpnorm.gpu import fused_launch
-from cpnorm.gpu.fused_blocks import Blocks, Closing, Stage, opening_of, stage_of, takes
+from cpnorm.gpu.fused_blocks import Blocks, FusedBlock, FusedEpilogue, can_fuse, fused_block, fused_input
 from cpnorm.nn.layers import CPConv1d, CPConv2d, CPLayer, CPLinear
 from ways import HAS_TRITON, INTERPRETED, KERNEL, NEEDS_TRITON, WAYS, device, full_precision  # noqa: F401 (a fixture)
 
@@ -45,20 +45,20 @@ def _interpreter_multiplies_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "create_dot", as_single)
 
 
-def forced(way: str, stage: Stage | Closing, x: Tensor) -> Tensor:
-    """The stage, or the closing, by the kernel, or by torch, whatever it would choose."""
+def forced(way: str, block: FusedBlock | FusedEpilogue, x: Tensor) -> Tensor:
+    """The block, or the epilogue, by the kernel, or by torch, whatever it would choose."""
     chosen: list[str] = []
-    own = "_by_torch" if isinstance(stage, Stage) else "by_torch"
+    own = "_by_torch" if isinstance(block, FusedBlock) else "by_torch"
 
     def noted(name: str, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         return lambda x: (chosen.append(name), function(x))[1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(stage.__dict__, "_by_kernel", noted("kernel", stage._by_kernel))
-        patch.setitem(stage.__dict__, own, noted("torch", getattr(stage, own)))
+        patch.setitem(block.__dict__, "_by_kernel", noted("kernel", block._by_kernel))
+        patch.setitem(block.__dict__, own, noted("torch", getattr(block, own)))
         if way == "torch":
-            patch.setattr(fused_launch, "HAS_TRITON", False)
-        y = stage(x)
+            patch.setattr(fused_launch, "has_triton", lambda: False)
+        y = block(x)
     assert chosen == [way]
     return y
 
@@ -112,15 +112,15 @@ def check(
     dtype: torch.dtype = torch.float32,
     blocks: Blocks | None = None,
 ) -> None:
-    """The stage of this layer, for an input of this size, against dense mathematics."""
+    """The block of this layer, for an input of this size, against dense mathematics."""
     layer = copy.deepcopy(layer).to(dtype)
     following = None if following is None else copy.deepcopy(following).to(dtype)
     x = torch.randn(3, layer.in_channels if isinstance(layer, CPConv2d) else layer.in_features, *size).to(dtype)
     wanted = in_double(x, layer, relu, pool)
-    stage = stage_of(layer, relu=relu, pool=pool, following=following, patches=patches).to(device(way))
-    stage.blocks = blocks
-    opened = x if patches else opening_of(layer)(x)
-    y = forced(way, stage, opened.to(device(way)))
+    block = fused_block(layer, relu=relu, pool=pool, following=following, patches=patches).to(device(way))
+    block.blocks = blocks
+    opened = x if patches else fused_input(layer)(x)
+    y = forced(way, block, opened.to(device(way)))
     if following is None:
         assert y.ndim == 2 or y.is_contiguous(memory_format=torch.channels_last)
         assert_near(y, wanted)
@@ -210,15 +210,15 @@ def test_anything_else(way: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("patches", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_two_stages_are_two_layers(way: str, patches: bool, dtype: torch.dtype) -> None:
+def test_two_blocks_are_two_layers(way: str, patches: bool, dtype: torch.dtype) -> None:
     """17 x 17 -> 8 x 8 -> 4 x 4: the last row and column are in no window of the first pooling."""
     first, second = conv(3, 20, 3, rank=17, padding=1).to(dtype), conv(20, 70, 5, rank=10, padding=2).to(dtype)
     x = torch.randn(2, 3, 17, 17).to(dtype)
     wanted = in_double(in_double(x, first, relu=True, pool=True), second, relu=True, pool=True)
-    stage = stage_of(first, relu=True, pool=True, following=second, patches=patches).to(device(way))
-    y = x if patches else opening_of(first)(x)
-    y = forced(way, stage, y.to(device(way)))
-    y = forced(way, stage_of(second, relu=True, pool=True).to(device(way)), y)
+    block = fused_block(first, relu=True, pool=True, following=second, patches=patches).to(device(way))
+    y = x if patches else fused_input(first)(x)
+    y = forced(way, block, y.to(device(way)))
+    y = forced(way, fused_block(second, relu=True, pool=True).to(device(way)), y)
     assert_near(y, wanted, layers=2)
 
 
@@ -229,10 +229,10 @@ def test_a_linear_layer_behind_a_flatten(way: str) -> None:
     first = canonical(model[0])
     second = linear(20, 10, rank=6)
     x = torch.randn(2, 5, 36)
-    stages = [stage_of(first, relu=True, following=second), stage_of(second)]
-    y = opening_of(first)(x).to(device(way))
-    for stage in stages:
-        y = forced(way, stage.to(device(way)), y)
+    fused = [fused_block(first, relu=True, following=second), fused_block(second)]
+    y = fused_input(first)(x).to(device(way))
+    for block in fused:
+        y = forced(way, block.to(device(way)), y)
     assert y.shape == (2, 5, 10)
     assert_near(y, in_double(in_double(x, first, relu=True, pool=False), second, relu=False, pool=False), layers=2)
 
@@ -242,35 +242,35 @@ def test_images_in_any_layout(way: str) -> None:
     layer = conv(3, 20, 3, rank=8, padding=1)
     x = torch.randn(4, 6, 5, 7)
     wanted = in_double(x[::2, 1:4].mT, layer, relu=False, pool=False)
-    stage = stage_of(layer, patches=True).to(device(way))
+    block = fused_block(layer, patches=True).to(device(way))
     for image in (x[::2, 1:4].mT, x[::2, 1:4].mT.contiguous(memory_format=torch.channels_last)):
-        assert_near(forced(way, stage, image.to(device(way))), wanted)
-    terms = opening_of(layer)(x[::2, 1:4].mT).to(device(way))
+        assert_near(forced(way, block, image.to(device(way))), wanted)
+    terms = fused_input(layer)(x[::2, 1:4].mT).to(device(way))
     assert not terms.mT.contiguous().mT.is_contiguous()
-    assert_near(forced(way, stage_of(layer).to(device(way)), terms.mT.contiguous().mT), wanted)
+    assert_near(forced(way, fused_block(layer).to(device(way)), terms.mT.contiguous().mT), wanted)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_in_nothing_out_and_too_little_is_said(way: str) -> None:
-    stage = stage_of(conv(3, 20, 3, rank=8), pool=True).to(device(way))
-    assert forced(way, stage, torch.zeros(0, 6, 6, 16, device=device(way))).shape == (0, 20, 2, 2)
+    block = fused_block(conv(3, 20, 3, rank=8), pool=True).to(device(way))
+    assert forced(way, block, torch.zeros(0, 6, 6, 16, device=device(way))).shape == (0, 20, 2, 2)
     if way == "kernel":
         with pytest.raises(ValueError, match="as large as the kernel"):
-            stage(torch.zeros(1, 2, 2, 16, device=device(way)))
+            block(torch.zeros(1, 2, 2, 16, device=device(way)))
         with pytest.raises(ValueError, match="as large as the kernel"):  # nothing would be left to pool
-            stage(torch.zeros(1, 3, 3, 16, device=device(way)))
+            block(torch.zeros(1, 3, 3, 16, device=device(way)))
         with pytest.raises(ValueError, match="2 x 2 and more"):
-            Closing(None, relu=False, pool=True)(torch.zeros(1, 3, 1, 4, device=device(way)))
+            FusedEpilogue(None, relu=False, pool=True)(torch.zeros(1, 3, 1, 4, device=device(way)))
         with pytest.raises(ValueError, match="weights of 16 terms"):
-            stage(torch.zeros(1, 6, 6, 8, device=device(way)))
+            block(torch.zeros(1, 6, 6, 8, device=device(way)))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_not_a_number_is_not_hidden(way: str) -> None:
-    stage = stage_of(conv(3, 20, 3, rank=8, padding=1), relu=True, pool=True).to(device(way))
+    block = fused_block(conv(3, 20, 3, rank=8, padding=1), relu=True, pool=True).to(device(way))
     x = torch.zeros(1, 4, 4, 16, device=device(way))
     x[0, 0, 0, 0] = torch.nan
-    y = forced(way, stage, x)
+    y = forced(way, block, x)
     assert y[0, :, 0, 0].isnan().all()
     assert not y[0, :, 1, 1].isnan().any()
 
@@ -278,35 +278,35 @@ def test_what_is_not_a_number_is_not_hidden(way: str) -> None:
 def test_in_double_precision_and_where_gradients_are_asked_for_torch_does_it() -> None:
     layer = conv(3, 20, 3, rank=8, padding=1)
     x = torch.randn(2, 3, 6, 6, dtype=torch.float64, requires_grad=True)
-    stage = stage_of(copy.deepcopy(layer).double(), relu=True, pool=True, patches=True)
-    y = stage(x)
+    block = fused_block(copy.deepcopy(layer).double(), relu=True, pool=True, patches=True)
+    y = block(x)
     wanted = in_double(x, layer, relu=True, pool=True)
     assert_near(y.detach(), wanted.detach())
     made, right = (torch.autograd.grad(one.square().sum(), x)[0] for one in (y, wanted))
     assert_near(made, right)
-    assert stage_of(layer, patches=True)(x.detach().float().requires_grad_()).requires_grad
+    assert fused_block(layer, patches=True)(x.detach().float().requires_grad_()).requires_grad
 
 
 def test_it_is_a_module() -> None:
-    stage = stage_of(conv(3, 20, 3, rank=8, padding=1), relu=True, pool=True, following=conv(20, 4, 1, rank=17))
-    assert str(stage) == "Stage(terms 16 -> 20 -> 32, relu, pool, kernel=(3, 3))"
-    assert {name: tuple(value.shape) for name, value in stage.state_dict().items()} == {
+    block = fused_block(conv(3, 20, 3, rank=8, padding=1), relu=True, pool=True, following=conv(20, 4, 1, rank=17))
+    assert str(block) == "FusedBlock(terms 16 -> 20 -> 32, relu, pool, kernel=(3, 3))"
+    assert {name: tuple(value.shape) for name, value in block.state_dict().items()} == {
         "taps": (3, 3, 16),
         "out": (16, 20),
         "bias": (20,),
         "into": (20, 32),
     }
-    assert not list(stage.parameters())
-    twin, x = copy.deepcopy(stage), torch.randn(1, 4, 4, 16)
-    torch.testing.assert_close(twin(x), stage(x), rtol=0, atol=0)
+    assert not list(block.parameters())
+    twin, x = copy.deepcopy(block), torch.randn(1, 4, 4, 16)
+    torch.testing.assert_close(twin(x), block(x), rtol=0, atol=0)
     assert twin.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
 
 
-def test_which_layers_can_be_stages() -> None:
-    assert takes(conv(3, 8, 3, rank=256))
-    assert takes(conv(3, 8, 3, rank=4, padding="same", dilation=3))
-    assert takes(linear(3, 8, rank=256))
-    assert takes(conv(3, 8, 3, rank=300), patches=True)
+def test_which_layers_can_be_blocks() -> None:
+    assert can_fuse(conv(3, 8, 3, rank=256))
+    assert can_fuse(conv(3, 8, 3, rank=4, padding="same", dilation=3))
+    assert can_fuse(linear(3, 8, rank=256))
+    assert can_fuse(conv(3, 8, 3, rank=300), patches=True)
     others = [
         conv(3, 8, 3, rank=257),
         linear(3, 8, rank=257),
@@ -317,51 +317,51 @@ def test_which_layers_can_be_stages() -> None:
         CPConv1d(3, 8, 3, rank=4),
         nn.Conv2d(3, 8, 3),
     ]
-    assert not any(takes(layer) for layer in others)
-    assert not any(takes(layer, patches=True) for layer in (linear(3, 8, rank=2), conv(8, 8, 3, rank=2)))
+    assert not any(can_fuse(layer) for layer in others)
+    assert not any(can_fuse(layer, patches=True) for layer in (linear(3, 8, rank=2), conv(8, 8, 3, rank=2)))
 
 
 def test_what_does_not_fit_is_said() -> None:
     layer = conv(3, 8, 3, rank=4)
-    with pytest.raises(ValueError, match="can be a stage"):
-        stage_of(conv(3, 8, 3, rank=257))
-    with pytest.raises(ValueError, match="can be a stage"):
-        stage_of(layer, following=conv(8, 8, 3, rank=257))
+    with pytest.raises(ValueError, match="can be a block"):
+        fused_block(conv(3, 8, 3, rank=257))
+    with pytest.raises(ValueError, match="can be a block"):
+        fused_block(layer, following=conv(8, 8, 3, rank=257))
     with pytest.raises(ValueError, match="8 inputs"):
-        stage_of(layer, following=linear(9, 8, rank=4))
+        fused_block(layer, following=linear(9, 8, rank=4))
     with pytest.raises(ValueError, match="before a pooling"):
-        stage_of(linear(3, 8, rank=4), pool=True)
+        fused_block(linear(3, 8, rank=4), pool=True)
     with pytest.raises(ValueError, match="got both"):
-        Stage(torch.zeros(16, 8), taps=torch.zeros(1, 1, 16), patches=True)
+        FusedBlock(torch.zeros(16, 8), taps=torch.zeros(1, 1, 16), patches=True)
 
 
-# --- what opens a stage -------------------------------------------------------------------------------------------
+# --- what opens a block -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_an_opening_of_maps(layout: torch.memory_format) -> None:
+def test_an_fused_input_of_maps(layout: torch.memory_format) -> None:
     layer = conv(5, 8, 3, rank=20).double()
     x = torch.randn(2, 5, 4, 3).double().contiguous(memory_format=layout)
-    opening = opening_of(layer)
-    terms = opening(x)
+    entry = fused_input(layer)
+    terms = entry(x)
     assert terms.shape == (2, 4, 3, 32)
     assert (terms[..., 20:] == 0).all()
     assert_near(terms[..., :20], terms_in_double(x, layer))
-    assert str(opening) == "Opening(5 -> 32, maps)"
-    assert not opening.training
-    assert not list(opening.parameters())
+    assert str(entry) == "FusedInput(5 -> 32, maps)"
+    assert not entry.training
+    assert not list(entry.parameters())
 
 
 @pytest.mark.parametrize("modes", [(9, 60), (3, 3, 60), (9, 5, 4, 3), (9, 20, 3), (9, 2, 30)], ids=str)
-def test_an_opening_of_maps_that_are_flat_for_a_linear_layer(modes: tuple[int, ...]) -> None:
+def test_an_fused_input_of_maps_that_are_flat_for_a_linear_layer(modes: tuple[int, ...]) -> None:
     model = cpnorm.canonical_norm(nn.Sequential(nn.Linear(60, 9)), rank=7, modes={"0": modes})
     layer = canonical(model[0]).double()
     x = torch.randn(2, 5, 4, 3).double()
-    opening = opening_of(layer, channels=5)
+    entry = fused_input(layer, channels=5)
     for maps in (x, x.contiguous(memory_format=torch.channels_last), x.mT.contiguous().mT):
-        assert_near(opening(maps), opening_of(layer)(x.flatten(1)))
-    assert str(opening) == "Opening(60 -> 16, maps, flat)"
-    assert str(opening_of(layer)) == "Opening(60 -> 16)"
+        assert_near(entry(maps), fused_input(layer)(x.flatten(1)))
+    assert str(entry) == "FusedInput(60 -> 16, maps, flat)"
+    assert str(fused_input(layer)) == "FusedInput(60 -> 16)"
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -372,27 +372,27 @@ def test_a_convolution_and_a_linear_layer_behind_it(way: str, pool: bool) -> Non
     x = torch.randn(4, 3, 7, 5)
     wanted = in_double(x, first, relu=True, pool=pool).flatten(1)
     wanted = in_double(wanted, second, relu=True, pool=False)
-    y = forced(way, stage_of(first, relu=True, pool=pool).to(device(way)), opening_of(first)(x).to(device(way)))
-    y = opening_of(second, channels=20).to(device(way))(y)
-    y = forced(way, stage_of(second, relu=True).to(device(way)), y)
+    y = forced(way, fused_block(first, relu=True, pool=pool).to(device(way)), fused_input(first)(x).to(device(way)))
+    y = fused_input(second, channels=20).to(device(way))(y)
+    y = forced(way, fused_block(second, relu=True).to(device(way)), y)
     assert_near(y, wanted, layers=2)
 
 
 # --- what closes other layers -------------------------------------------------------------------------------------
 
 
-def check_closing(way: str, x: Tensor, *, bias: bool = True, relu: bool = True, pool: bool = True) -> Tensor:
+def check_epilogue(way: str, x: Tensor, *, bias: bool = True, relu: bool = True, pool: bool = True) -> Tensor:
     """By the kernel: the same numbers as by torch; and near those of double precision."""
     x = x.to(device(way))
     shift = torch.randn(x.shape[1]).to(x) if bias else None
-    closing = Closing(shift, relu=relu, pool=pool)
-    y = forced(way, closing, x)
+    epilogue = FusedEpilogue(shift, relu=relu, pool=pool)
+    y = forced(way, epilogue, x)
     assert y.dtype == x.dtype
     wanted = F.max_pool2d(x.double(), 2) if pool else x.double()
     wanted = wanted if shift is None else wanted + shift.double()[:, None, None]
     assert_near(y, F.relu(wanted) if relu else wanted)
     cut_off = INTERPRETED and x.dtype == torch.bfloat16  # the interpreter does not round to the nearest
-    torch.testing.assert_close(y, forced("torch", closing, x), rtol=2**-7 if cut_off else 0, atol=0)
+    torch.testing.assert_close(y, forced("torch", epilogue, x), rtol=2**-7 if cut_off else 0, atol=0)
     return y
 
 
@@ -402,27 +402,27 @@ def check_closing(way: str, x: Tensor, *, bias: bool = True, relu: bool = True, 
 @pytest.mark.parametrize(
     "shape", [(3, 20, 6, 4), (2, 3, 7, 5), (2, 1, 5, 6), (2, 130, 3, 2), (1, 2, 2, 261), (1, 1, 2, 2), (5, 8, 9, 2)]
 )
-def test_closings_of_all_sizes(way: str, layout: torch.memory_format, dtype: torch.dtype, shape: tuple) -> None:
-    y = check_closing(way, torch.randn(shape).to(dtype).contiguous(memory_format=layout))
+def test_epilogues_of_all_sizes(way: str, layout: torch.memory_format, dtype: torch.dtype, shape: tuple) -> None:
+    y = check_epilogue(way, torch.randn(shape).to(dtype).contiguous(memory_format=layout))
     assert y.is_contiguous(memory_format=layout)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("relu", "pool", "bias"), list(itertools.product([False, True], repeat=3)))
-def test_closings_of_all_kinds(way: str, relu: bool, pool: bool, bias: bool) -> None:
+def test_epilogues_of_all_kinds(way: str, relu: bool, pool: bool, bias: bool) -> None:
     x = torch.randn(2, 6, 5, 7)
     for maps in (x, x.contiguous(memory_format=torch.channels_last)):
-        check_closing(way, maps, relu=relu, pool=pool, bias=bias)
-    twin = Closing(torch.zeros(3) if bias else None, relu=relu, pool=pool)
+        check_epilogue(way, maps, relu=relu, pool=pool, bias=bias)
+    twin = FusedEpilogue(torch.zeros(3) if bias else None, relu=relu, pool=pool)
     named = ["relu"] * relu + ["pool"] * pool + ["bias"] * bias
-    assert str(twin) == f"Closing({', '.join(named)})"
+    assert str(twin) == f"FusedEpilogue({', '.join(named)})"
     assert list(twin.state_dict()) == ["bias"] * bias
     assert not list(twin.parameters())
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pool", [False, True])
-def test_closings_of_maps_in_any_layout(way: str, pool: bool) -> None:
+def test_epilogues_of_maps_in_any_layout(way: str, pool: bool) -> None:
     x = torch.randn(4, 9, 6, 8, device=device(way))
     last = x.contiguous(memory_format=torch.channels_last)
     views = [
@@ -438,31 +438,31 @@ def test_closings_of_maps_in_any_layout(way: str, pool: bool) -> None:
         last[:, 4:5],
     ]
     for view in views:
-        check_closing(way, view, pool=pool)
+        check_epilogue(way, view, pool=pool)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @given(data=st.data())
 @settings(max_examples=15)  # on a GPU each one is compiled
-def test_any_other_closing(way: str, data: st.DataObject) -> None:
+def test_any_other_epilogue(way: str, data: st.DataObject) -> None:
     drawn = [data.draw(st.integers(low, high)) for low, high in ((1, 5), (1, 200), (2, 12), (2, 12))]
     x = torch.randn(drawn).permute(data.draw(st.permutations(range(4))))
     relu, bias = data.draw(st.booleans()), data.draw(st.booleans())
     pool = min(x.shape[2:]) > 1 and data.draw(st.booleans())
-    check_closing(way, x, relu=relu, pool=pool, bias=bias)
+    check_epilogue(way, x, relu=relu, pool=pool, bias=bias)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_a_closing_of_nothing_and_of_what_is_not_a_number(way: str, layout: torch.memory_format) -> None:
-    closing = Closing(torch.ones(3), relu=True, pool=True).to(device(way))
-    assert forced(way, closing, torch.zeros(0, 3, 6, 4, device=device(way))).shape == (0, 3, 3, 2)
+def test_a_epilogue_of_nothing_and_of_what_is_not_a_number(way: str, layout: torch.memory_format) -> None:
+    epilogue = FusedEpilogue(torch.ones(3), relu=True, pool=True).to(device(way))
+    assert forced(way, epilogue, torch.zeros(0, 3, 6, 4, device=device(way))).shape == (0, 3, 3, 2)
     for row, column in itertools.product(range(2), repeat=2):
         x = -torch.ones(2, 3, 5, 4, device=device(way)).contiguous(memory_format=layout)
         x[1, 1, 2 + row, column] = torch.nan
         x[:, :, 4] = torch.nan  # in no window
         x[0, 0, 0, 0] = torch.inf
-        y = forced(way, closing, x)
+        y = forced(way, epilogue, x)
         assert y[1, 1, 1, 0].isnan()
         assert y.isnan().sum() == 1
         assert y[0, 0, 0, 0] == torch.inf
@@ -470,24 +470,24 @@ def test_a_closing_of_nothing_and_of_what_is_not_a_number(way: str, layout: torc
 
 def test_where_torch_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Maps without images, double precision, another precision than the bias, and where gradients are asked for."""
-    closing, x = Closing(torch.randn(4), relu=True, pool=True), torch.randn(2, 4, 6, 5)
-    monkeypatch.setattr(closing, "_by_kernel", None)
-    wanted = F.relu(F.max_pool2d(x, 2) + closing.bias[:, None, None])
-    torch.testing.assert_close(closing(x[0]), wanted[0], rtol=0, atol=0)
-    torch.testing.assert_close(closing(x.double()), wanted.double(), rtol=0, atol=1e-6)
-    torch.testing.assert_close(closing(x.bfloat16()), wanted, rtol=0.02, atol=0.02)
+    epilogue, x = FusedEpilogue(torch.randn(4), relu=True, pool=True), torch.randn(2, 4, 6, 5)
+    monkeypatch.setattr(epilogue, "_by_kernel", None)
+    wanted = F.relu(F.max_pool2d(x, 2) + epilogue.bias[:, None, None])
+    torch.testing.assert_close(epilogue(x[0]), wanted[0], rtol=0, atol=0)
+    torch.testing.assert_close(epilogue(x.double()), wanted.double(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(epilogue(x.bfloat16()), wanted, rtol=0.02, atol=0.02)
     x.requires_grad_()
-    closing(x).sum().backward()
+    epilogue(x).sum().backward()
     assert x.grad.sum() == (wanted > 0).sum()
 
 
-def test_a_closing_copies_its_bias() -> None:
+def test_a_epilogue_copies_its_bias() -> None:
     bias = nn.Parameter(torch.ones(4))
-    closing = Closing(bias, relu=True, pool=False)
+    epilogue = FusedEpilogue(bias, relu=True, pool=False)
     with torch.no_grad():
         bias.zero_()
-    assert (closing(torch.zeros(1, 4, 2, 2)) == 1).all()
-    assert not closing.bias.requires_grad
+    assert (epilogue(torch.zeros(1, 4, 2, 2)) == 1).all()
+    assert not epilogue.bias.requires_grad
 
 
 @pytest.mark.parametrize("shared", [fused_launch.H200_SHARED, 99 * 1024, 64 * 1024])  # H200, RTX 30 and 40, T4
@@ -561,7 +561,9 @@ def test_triton_looks_at_arguments_once(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_is_compiled_anew_has_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a kernel's code depends on, beside where tensors lie."""
     plans: list[fused_launch.Plan] = []
-    monkeypatch.setitem(sys.modules, "cpnorm.gpu.fused_kernels", SimpleNamespace(stage=None, closing=None))
+    monkeypatch.setitem(
+        sys.modules, "cpnorm.gpu.fused_kernels", SimpleNamespace(block_kernel=None, epilogue_kernel=None)
+    )
     monkeypatch.setattr(fused_launch, "_start", lambda kernel, plan, tensors: plans.append(plan))
     monkeypatch.setattr(sys.modules["cpnorm.gpu.fused_blocks"], "runs_kernel", lambda *_: True)
     first, second = conv(3, 8, 3, rank=4, padding=1), conv(8, 20, 3, rank=17)
@@ -569,15 +571,15 @@ def test_what_is_compiled_anew_has_another_plan(monkeypatch: pytest.MonkeyPatch)
     turned = x.contiguous(memory_format=torch.channels_last)
     for options in ({}, {"relu": True}, {"pool": True}, {"following": second}, {"following": conv(8, 4, 1, rank=2)}):
         for image in (x, turned, x[:1], x.half()):
-            stage_of(first, patches=True, **options).to(image.dtype)(image)
-        stage_of(first, **options)(torch.randn(2, 6, 6, 16))
-    stage_of(conv(3, 8, 3, rank=4, padding=1, bias=False))(torch.randn(2, 6, 6, 16))
-    stage_of(conv(3, 8, 3, rank=4, padding=1, stride=2))(torch.randn(2, 6, 6, 16))
+            fused_block(first, patches=True, **options).to(image.dtype)(image)
+        fused_block(first, **options)(torch.randn(2, 6, 6, 16))
+    fused_block(conv(3, 8, 3, rank=4, padding=1, bias=False))(torch.randn(2, 6, 6, 16))
+    fused_block(conv(3, 8, 3, rank=4, padding=1, stride=2))(torch.randn(2, 6, 6, 16))
     for bias, relu, pool in itertools.product((None, torch.ones(3)), (False, True), (False, True)):
         for image in (x, turned, x[:1], x.half()):
-            Closing(None if bias is None else bias.to(image.dtype), relu=relu, pool=pool)(image)
+            FusedEpilogue(None if bias is None else bias.to(image.dtype), relu=relu, pool=pool)(image)
     assert len({id(plan.compiled) for plan in plans}) == len(plans) == 5 * 5 + 2 + 8 * 4
-    Closing(None, relu=False, pool=False)(x + 1)
+    FusedEpilogue(None, relu=False, pool=False)(x + 1)
     assert plans[-1].compiled is plans[27].compiled
 
 
@@ -593,19 +595,19 @@ def test_constants_stand_in_the_order_of_the_kernels(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(fused_launch, "_start", note)
     monkeypatch.setattr(fused_launch, "kernels_supported", lambda device: True)
-    stage_of(conv(3, 8, 3, rank=4), relu=True)(torch.randn(2, 6, 6, 16))
-    Closing(torch.ones(3), relu=True, pool=True)(torch.randn(2, 3, 4, 4))
-    assert set(seen) == {"stage", "closing"}
+    fused_block(conv(3, 8, 3, rank=4), relu=True)(torch.randn(2, 6, 6, 16))
+    FusedEpilogue(torch.ones(3), relu=True, pool=True)(torch.randn(2, 3, 4, 4))
+    assert set(seen) == {"block_kernel", "epilogue_kernel"}
 
 
 @pytest.mark.gpu
 def test_one_after_the_other_on_a_gpu() -> None:
     """Kernels that are started again, with tensors elsewhere and of other sizes and kinds, between each other."""
-    stage = stage_of(conv(12, 40, 3, rank=16, padding=1), relu=True, pool=True)
-    stages = [copy.deepcopy(stage).to("cuda", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    block = fused_block(conv(12, 40, 3, rank=16, padding=1), relu=True, pool=True)
+    fused = [copy.deepcopy(block).to("cuda", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
     room = torch.randn(5 * 8 * 8 * 16 + 8, device="cuda")
     for turn in range(12):
-        one, batch, shift = stages[turn % 3], 1 + turn % 4, turn // 6
+        one, batch, shift = fused[turn % 3], 1 + turn % 4, turn // 6
         x = room.to(one.out.dtype)[shift:][: batch * 8 * 8 * 16].view(batch, 8, 8, 16)
         tolerance = TOLERANCES[one.out.dtype]
         torch.testing.assert_close(forced("kernel", one, x), forced("torch", one, x), rtol=tolerance, atol=tolerance)
@@ -615,53 +617,55 @@ def test_one_after_the_other_on_a_gpu() -> None:
 
 
 def in_line(way: str, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """All kinds of stages and a closing."""
+    """All kinds of fused and a epilogue."""
     first, second, third = conv(3, 20, 3, rank=4, padding=1), conv(20, 12, 3, rank=5), linear(48, 7, rank=3)
-    stages = nn.Sequential(
-        Closing(torch.ones(3), relu=True, pool=False),
-        stage_of(first, relu=True, pool=True, following=second, patches=True),
-        stage_of(second, relu=True),
-        opening_of(third, 12),
-        stage_of(third),
+    fused = nn.Sequential(
+        FusedEpilogue(torch.ones(3), relu=True, pool=False),
+        fused_block(first, relu=True, pool=True, following=second, patches=True),
+        fused_block(second, relu=True),
+        fused_input(third, 12),
+        fused_block(third),
     )
-    return stages.to(device(way), dtype).eval()
+    return fused.to(device(way), dtype).eval()
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_compiled_as_a_whole(way: str) -> None:
-    stages, x = in_line(way), torch.randn(2, 3, 8, 8, device=device(way))
+    fused, x = in_line(way), torch.randn(2, 3, 8, 8, device=device(way))
     with torch.no_grad():
-        compiled = torch.compile(stages, fullgraph=True, backend="aot_eager")(x)
-        torch.testing.assert_close(compiled, stages(x), rtol=1e-5, atol=1e-6)
-        program = torch.export.export(stages, (x,)).module()
-        torch.testing.assert_close(program(x), stages(x), rtol=1e-5, atol=1e-6)
+        compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")(x)
+        torch.testing.assert_close(compiled, fused(x), rtol=1e-5, atol=1e-6)
+        program = torch.export.export(fused, (x,)).module()
+        torch.testing.assert_close(program(x), fused(x), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("way", [KERNEL])
 def test_the_compiler_knows_what_comes_out(way: str) -> None:
     for layout in (torch.contiguous_format, torch.channels_last):
         x = torch.randn(2, 5, 6, 4, device=device(way)).contiguous(memory_format=layout)
-        torch.library.opcheck(torch.ops.cpnorm.closing.default, (x, torch.randn(5, device=device(way)), True, True))
-    stage = stage_of(conv(5, 9, 3, rank=4, padding=1), following=conv(9, 3, 1, rank=2)).to(device(way))
-    weights = stage.taps, stage.out, stage.bias, stage.into
+        torch.library.opcheck(
+            torch.ops.cpnorm.fused_epilogue.default, (x, torch.randn(5, device=device(way)), True, True)
+        )
+    block = fused_block(conv(5, 9, 3, rank=4, padding=1), following=conv(9, 3, 1, rank=2)).to(device(way))
+    weights = block.taps, block.out, block.bias, block.into
     for blocks in ([], [16, 16, 16, 4, 2]):
         x = torch.randn(2, 6, 4, 16, device=device(way))
         arguments = (x, *weights, [3, 3, 1, 1, 1, 1, 1, 1], True, True, False, blocks)
-        torch.library.opcheck(torch.ops.cpnorm.stage.default, arguments)
+        torch.library.opcheck(torch.ops.cpnorm.fused_block.default, arguments)
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # one that torch takes first, on purpose
 def test_compiled_on_a_gpu() -> None:
-    stages, x = in_line("kernel", torch.bfloat16), torch.randn(64, 3, 8, 8, device="cuda", dtype=torch.bfloat16)
+    fused, x = in_line("kernel", torch.bfloat16), torch.randn(64, 3, 8, 8, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
-        wanted = stages(x)
+        wanted = fused(x)
         for mode in ("default", "reduce-overhead"):
-            compiled = torch.compile(stages, fullgraph=True, mode=mode)
+            compiled = torch.compile(fused, fullgraph=True, mode=mode)
             for _ in range(3):
                 y = compiled(x).clone()
             torch.testing.assert_close(y, wanted, rtol=0.02, atol=0.02)
-        torch.testing.assert_close(stages(x), wanted, rtol=0, atol=0)  # and it is none the worse for it
+        torch.testing.assert_close(fused(x), wanted, rtol=0, atol=0)  # and it is none the worse for it
 
 
 # --- in the interpreter only --------------------------------------------------------------------------------------
@@ -707,9 +711,9 @@ def test_kernels_stay_within_their_tensors(batch: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(builder, "create_masked_store", writing)
     in_line("kernel")(torch.randn(batch, 3, 8, 8))
     for pool in (False, True):
-        stage = stage_of(conv(7, 70, 3, rank=18, padding=1, stride=2), relu=True, pool=pool)
-        stage(torch.randn(batch, 9, 11, 32))
-        Closing(torch.randn(130), relu=True, pool=pool)(torch.randn(batch, 130, 5, 3))
+        block = fused_block(conv(7, 70, 3, rank=18, padding=1, stride=2), relu=True, pool=pool)
+        block(torch.randn(batch, 9, 11, 32))
+        FusedEpilogue(torch.randn(130), relu=True, pool=pool)(torch.randn(batch, 130, 5, 3))
     assert seen > 10_000
 
 
@@ -719,14 +723,14 @@ def test_kernels_stay_within_their_tensors(batch: int, monkeypatch: pytest.Monke
 @pytest.mark.gpu
 def test_captured_in_a_graph() -> None:
     first, second = conv(3, 64, 3, rank=17, padding=1), conv(64, 192, 3, rank=30, padding=1)
-    stages = nn.Sequential(stage_of(first, relu=True, pool=True, following=second, patches=True), stage_of(second))
-    stages.cuda().bfloat16()
+    fused = nn.Sequential(fused_block(first, relu=True, pool=True, following=second, patches=True), fused_block(second))
+    fused.cuda().bfloat16()
     x = torch.randn(8, 3, 32, 32, device="cuda", dtype=torch.bfloat16)
-    wanted = stages(x)
+    wanted = fused(x)
     still, graph = torch.zeros_like(x), torch.cuda.CUDAGraph()
-    stages(still)
+    fused(still)
     with torch.cuda.graph(graph):
-        y = stages(still)
+        y = fused(still)
     still.copy_(x)
     graph.replay()
     torch.testing.assert_close(y, wanted, rtol=0, atol=0)
@@ -736,7 +740,7 @@ def test_captured_in_a_graph() -> None:
 def test_more_than_32_bits_can_count() -> None:
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:
         pytest.skip("needs 24 GB of free memory")
-    stage = stage_of(conv(3, 64, 3, rank=60, padding=1), relu=True).cuda().bfloat16()
+    block = fused_block(conv(3, 64, 3, rank=60, padding=1), relu=True).cuda().bfloat16()
     x = torch.zeros(2**31 // (64 * 64 * 64) + 3, 64, 64, 64, device="cuda", dtype=torch.bfloat16)
     x[-2:] = torch.randn(2, 64, 64, 64)
-    torch.testing.assert_close(stage(x)[-2:], stage(x[-2:]), rtol=0, atol=0)
+    torch.testing.assert_close(block(x)[-2:], block(x[-2:]), rtol=0, atol=0)

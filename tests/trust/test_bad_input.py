@@ -326,7 +326,10 @@ BAD: dict[str, list[Bad]] = {
     "choose_forms": [
         *no_model(lambda model: cpnorm.choose_forms(model, images())),
         *no_input(cpnorm.choose_forms),
-        Bad(lambda m: cpnorm.choose_forms(m, images(), goal="size"), "expected goal to be time or weights, got 'size'"),
+        Bad(
+            lambda m: cpnorm.choose_forms(m, images(), goal="size"),
+            "expected goal to be time or parameters, got 'size'",
+        ),
     ],
     "save": [
         *no_model(lambda model: cpnorm.save(model, tmp / "a.safetensors")),

@@ -212,9 +212,9 @@ def _plain(layer: nn.Module, weight: Tensor, bias: Tensor | None = None) -> nn.M
 
 @dataclass(frozen=True)
 class FormCost:
-    """Of one pass: weights, arithmetic, and arithmetic, memory traffic and calls together in matrix-product FLOPs."""
+    """Parameters, FLOPs, and their sum with memory traffic and calls, all in matrix-product FLOPs, of one pass."""
 
-    weights: int
+    parameters: int
     flops: int
     total: float
 

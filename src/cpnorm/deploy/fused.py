@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from cpnorm._checks import Inputs
 from cpnorm.deploy.rewrite import DROPOUTS, halves_maps
 from cpnorm.deploy.tracing import has_hooks, places_in, run
-from cpnorm.gpu.fused_blocks import Closing, Stage, opening_of, stage_of, takes
+from cpnorm.gpu.fused_blocks import FusedBlock, FusedEpilogue, can_fuse, fused_block, fused_input
 from cpnorm.nn.layers import CPConv2d, CPLayer, CPLinear, tie_key
 
-STAGE, PATCHES = "stage", "patches"
+FUSED, FUSED_PATCHES = "fused", "fused-patches"
 ROUNDING = 0.03  # of a stage's output: bfloat16 is off by 0.003, one of sixteen terms left out by 0.25
 
 
@@ -48,7 +48,7 @@ class Behind(NamedTuple):
     norm: nn.BatchNorm2d | None = None
 
 
-def put_stages(model: nn.Module, widest: int) -> dict[str, str]:
+def fuse_blocks(model: nn.Module, widest: int) -> dict[str, str]:
     """Let canonical layers of at most so many terms be stages, with what is behind them; their forms by name.
 
     A first layer of few input channels runs on patches of the image, whatever its number of terms, but not for 0.
@@ -62,16 +62,16 @@ def put_stages(model: nn.Module, widest: int) -> dict[str, str]:
         if not isinstance(layer, CPLayer) or has_hooks(layer):
             return False
         alone = places[id(layer)] == 1 and tied[tie_key(layer)] == 1
-        return alone and takes(layer, patches=patches) and (patches or layer.rank <= widest)
+        return alone and can_fuse(layer, patches=patches) and (patches or layer.rank <= widest)
 
     for line in lines_of(model):
         first = 0
         while first < len(line):
             layer, end = line[first].layer, first
             patches = widest > 0 and fits(layer, patches=True)
-            pieces: list[nn.Module] = [] if patches or not fits(layer) else [opening_of(cast(CPLayer, layer))]
+            pieces: list[nn.Module] = [] if patches or not fits(layer) else [fused_input(cast(CPLayer, layer))]
             while patches or pieces:
-                staged[names[id(layer)]] = PATCHES if patches else STAGE
+                staged[names[id(layer)]] = FUSED_PATCHES if patches else FUSED
                 conv = isinstance(layer, CPConv2d)
                 behind = behind_of(line, end + 1, maps=conv, norms=conv)
                 end += 1 + behind.places
@@ -87,7 +87,7 @@ def put_stages(model: nn.Module, widest: int) -> dict[str, str]:
                     channels = cast(CPConv2d, layer).out_channels
                     if cast(CPLinear, then).in_features % channels:  # then it was not these maps that were flattened
                         break
-                    pieces.append(opening_of(cast(CPLayer, then), channels))
+                    pieces.append(fused_input(cast(CPLayer, then), channels))
                     end = flattened
                 layer = cast(CPLayer, then)
             if pieces:
@@ -98,13 +98,13 @@ def put_stages(model: nn.Module, widest: int) -> dict[str, str]:
     return staged
 
 
-def _stage(layer: nn.Module, behind: Behind, following: CPLayer | None, patches: bool) -> Stage:
+def _stage(layer: nn.Module, behind: Behind, following: CPLayer | None, patches: bool) -> FusedBlock:
     scale = None if behind.norm is None else scale_and_shift(behind.norm)
     asked = {"relu": behind.relu, "pool": behind.pool, "patches": patches}
-    return stage_of(cast(CPLayer, layer), following=following, affine=scale, **asked)
+    return fused_block(cast(CPLayer, layer), following=following, affine=scale, **asked)
 
 
-def put_closings(model: nn.Module) -> bool:
+def fuse_epilogues(model: nn.Module) -> bool:
     """Let bias, ReLU and pooling behind convolutions, and ReLU and pooling behind others, be one; False if none are.
 
     A batch norm right behind a convolution goes into its weights.
@@ -124,7 +124,7 @@ def put_closings(model: nn.Module) -> bool:
             if behind.pool or (bias is not None and (behind.relu or behind.norm is not None)):
                 if conv:
                     layer.register_parameter("bias", None)
-                line[at + 1].put(Closing(bias, relu=behind.relu, pool=behind.pool))
+                line[at + 1].put(FusedEpilogue(bias, relu=behind.relu, pool=behind.pool))
                 for place in line[at + 2 : at + 1 + behind.places]:
                     place.clear()
                 found = True
@@ -152,7 +152,7 @@ def scale_and_shift(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
     return scale, -mean * scale if norm.bias is None else norm.bias - mean * scale
 
 
-def kernels_are_right(model: nn.Module, example_input: Inputs) -> bool:
+def kernels_match_torch(model: nn.Module, example_input: Inputs) -> bool:
     """Whether every stage and closing makes of what it gets what torch's operations make of it, up to rounding.
 
     What a compiler made wrong may not show in the model's output, most of which may come from biases.
@@ -160,10 +160,10 @@ def kernels_are_right(model: nn.Module, example_input: Inputs) -> bool:
     right: list[bool] = []
 
     def compare(stage: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
-        wanted = cast(Stage | Closing, stage).by_torch(*inputs).double()
+        wanted = cast(FusedBlock | FusedEpilogue, stage).by_torch(*inputs).double()
         right.append(bool((output.double() - wanted).norm() <= ROUNDING * wanted.norm()))
 
-    stages = [module for module in model.modules() if isinstance(module, Stage | Closing)]
+    stages = [module for module in model.modules() if isinstance(module, FusedBlock | FusedEpilogue)]
     handles = [stage.register_forward_hook(compare) for stage in stages]
     try:
         run(model, example_input)

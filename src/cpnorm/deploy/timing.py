@@ -11,11 +11,13 @@ import torch
 Key = TypeVar("Key", bound=Hashable)
 
 LEAST_ROUNDS, CALM_ROUNDS = 3, 5
-LEAST_SECONDS, ENOUGH_SECONDS = 0.03, 0.5  # of a race: short runs take many rounds, which costs little
+LEAST_SECONDS, ENOUGH_SECONDS = 0.03, 0.5  # of a fastest: short runs take many rounds, which costs little
 HOPELESS = 2.0  # a runner at more than this multiple of the fastest is out
 
 
-def race(runs: Mapping[Key, Callable[[], object]], device: torch.device, *, captured: bool = False) -> dict[Key, float]:
+def fastest(
+    runs: Mapping[Key, Callable[[], object]], device: torch.device, *, cuda_graph: bool = False
+) -> dict[Key, float]:
     """Seconds of each run, the best of some rounds: a busy machine only ever adds time.
 
     It ends when no runner has found a faster time for some rounds, which is soon on a quiet machine, or when enough
@@ -31,8 +33,8 @@ def race(runs: Mapping[Key, Callable[[], object]], device: torch.device, *, capt
 
     for run in runs.values():
         run()  # kernels are chosen and memory is taken the first time
-    if captured:
-        runs = {key: _captured(run) for key, run in runs.items()}
+    if cuda_graph:
+        runs = {key: _as_cuda_graph(run) for key, run in runs.items()}
     best = dict.fromkeys(runs, float("inf"))
     alive, rounds, calm, spent = list(runs), 0, 0, 0.0
     while rounds < LEAST_ROUNDS or (len(alive) > 1 and spent < ENOUGH_SECONDS):
@@ -50,7 +52,7 @@ def race(runs: Mapping[Key, Callable[[], object]], device: torch.device, *, capt
     return best
 
 
-def _captured(run: Callable[[], object]) -> Callable[[], object]:
+def _as_cuda_graph(run: Callable[[], object]) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()

@@ -1,4 +1,4 @@
-"""Canonical layers run as stages: between two of them only terms are in memory, never all the channels.
+"""Canonical layers run as fused: between two of them only terms are in memory, never all the channels.
 
 A canonical layer takes its input channels to terms, weighs these by its taps and goes out to its output channels. What
 is behind it, a ReLU and a pooling, and the first step of the next layer are done while the channels are in registers:
@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cpnorm.cp.tensor import dense_from_terms, khatri_rao, split_scale, unit_columns
-from cpnorm.gpu.fused_launch import Blocks, aligned, launch_closing, launch_stage, runs_kernel
+from cpnorm.gpu.fused_launch import (
+    Blocks,
+    aligned,
+    launch_epilogue,
+    launch_fused_block,
+    register_operators,
+    runs_kernel,
+)
 from cpnorm.nn.layers import CPConv2d, CPLayer, CPLinear
 from cpnorm.nn.planner import linear_modes
 
@@ -27,7 +34,19 @@ MOST_TAPS = 49  # the kernel is unrolled over them
 Pair = tuple[int, int]
 
 
-class Stage(nn.Module):
+class _Fused(nn.Module):
+    """A module with a kernel of its own, which is an operator that torch.compile knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        register_operators()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        register_operators()  # unpickled in a process that has built no fused module
+
+
+class FusedBlock(_Fused):
     """Terms -> taps -> channels -> 2x2 max pooling -> bias -> ReLU -> channels, or terms of the next layer.
 
     With ``taps`` (kh, kw, R) the input is terms (N, H, W, R). With ``patches`` it is an image (N, I, H, W) in any
@@ -105,7 +124,7 @@ class Stage(nn.Module):
         return x.contiguous() if self.into is None else x @ self.into
 
     def _by_kernel(self, x: Tensor) -> Tensor:
-        launch = torch.ops.cpnorm.stage if torch.compiler.is_compiling() else launch_stage
+        launch = torch.ops.cpnorm.fused_block if torch.compiler.is_compiling() else launch_fused_block
         own = self._buffers  # found faster than as attributes
         weights = own["taps"], own["out"], own["bias"], own["into"]
         moves = (*self.kernel, *self.stride, *self.padding, *self.dilation)
@@ -114,14 +133,14 @@ class Stage(nn.Module):
 
     def extra_repr(self) -> str:
         """What it is made of."""
-        opening = "patches" if self.patches else "rows" if self.rows else "terms"
+        entry = "patches" if self.patches else "rows" if self.rows else "terms"
         steps = [str(len(self.out)), str(self.out.shape[1]), *([] if self.into is None else [str(self.into.shape[1])])]
-        parts = [f"{opening} {' -> '.join(steps)}", *(name for name in ("relu", "pool") if getattr(self, name))]
+        parts = [f"{entry} {' -> '.join(steps)}", *(name for name in ("relu", "pool") if getattr(self, name))]
         return ", ".join([*parts, *([] if self.rows else [f"kernel={self.kernel}"])])
 
 
-class Opening(nn.Module):
-    """Channels -> the terms that a layer's stage asks for: of the last dimension, or of maps (N, I, H, W).
+class FusedInput(nn.Module):
+    """Channels -> the terms that a layer's block asks for: of the last dimension, or of maps (N, I, H, W).
 
     ``flat``: of all that is in the maps, for a linear layer behind them.
     """
@@ -145,8 +164,8 @@ class Opening(nn.Module):
         return ", ".join([f"{channels} -> {rank}", *(name for name in ("maps", "flat") if getattr(self, name))])
 
 
-class Closing(nn.Module):
-    """2x2 max pooling -> bias -> ReLU of maps (N, C, H, W), in one kernel: what is behind a layer that is no stage."""
+class FusedEpilogue(_Fused):
+    """2x2 max pooling -> bias -> ReLU of maps (N, C, H, W), in one kernel: what is behind a layer that is no block."""
 
     bias: Tensor | None
 
@@ -168,7 +187,7 @@ class Closing(nn.Module):
         return F.relu(x) if self.relu else x
 
     def _by_kernel(self, x: Tensor) -> Tensor:
-        launch = torch.ops.cpnorm.closing if torch.compiler.is_compiling() else launch_closing
+        launch = torch.ops.cpnorm.fused_epilogue if torch.compiler.is_compiling() else launch_epilogue
         return cast(Tensor, launch(x, self.bias, self.relu, self.pool))
 
     def extra_repr(self) -> str:
@@ -181,8 +200,8 @@ class Closing(nn.Module):
 # --- from canonical layers ----------------------------------------------------------------------------------------
 
 
-def takes(layer: nn.Module, *, patches: bool = False) -> bool:
-    """Whether a layer can be a stage: a linear one or a plain 2-d convolution, canonical and of few terms.
+def can_fuse(layer: nn.Module, *, patches: bool = False) -> bool:
+    """Whether a layer can be a block: a linear one or a plain 2-d convolution, canonical and of few terms.
 
     Patches: one that reads an image; its kernel must see few numbers, and the number of terms does not matter.
     """
@@ -196,7 +215,7 @@ def takes(layer: nn.Module, *, patches: bool = False) -> bool:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def stage_of(
+def fused_block(
     layer: CPLayer,
     *,
     affine: tuple[Tensor, Tensor] | None = None,
@@ -204,21 +223,21 @@ def stage_of(
     pool: bool = False,
     following: CPLayer | None = None,
     patches: bool = False,
-) -> Stage:
-    """The layer and what is behind it as a stage; with a following layer it delivers the terms of that one.
+) -> FusedBlock:
+    """The layer and what is behind it as a block; with a following layer it delivers the terms of that one.
 
-    Affine: a scale and a shift of each channel, right behind the layer. Without patches the stage asks for the layer's
-    terms: those of the stage before, or of ``opening_of``.
+    Affine: a scale and a shift of each channel, right behind the layer. Without patches the block asks for the layer's
+    terms: those of the block before, or of ``fused_input``.
 
     >>> first = CPLinear(20, 30, rank=5, init="kaiming_normal")
     >>> second = CPLinear(30, 10, rank=3, init="kaiming_normal")
-    >>> stages = opening_of(first), stage_of(first, relu=True, following=second), stage_of(second)
-    >>> nn.Sequential(*stages)(torch.randn(4, 20)).shape
+    >>> fused = fused_input(first), fused_block(first, relu=True, following=second), fused_block(second)
+    >>> nn.Sequential(*fused)(torch.randn(4, 20)).shape
     torch.Size([4, 10])
     """
     for one, whole in ((layer, patches), (following, False)):
-        if one is not None and not takes(one, patches=whole):
-            raise ValueError(f"expected a layer that can be a stage, got {one}")
+        if one is not None and not can_fuse(one, patches=whole):
+            raise ValueError(f"expected a layer that can be a block, got {one}")
     _, taps, out = _steps(layer)
     into = None if following is None else _steps(following)[0]
     if into is not None and len(into) != len(out):
@@ -236,14 +255,16 @@ def stage_of(
     if isinstance(layer, CPConv2d):
         settings = {"kernel": layer.kernel_size, "stride": layer.stride, "padding": _padding(layer)}
         moves = cast(dict[str, Pair], settings | {"dilation": layer.dilation})
-    stage = Stage(out.mT.to(dtype), taps=taps, bias=bias, into=into, relu=relu, pool=pool, patches=patches, **moves)
-    return stage.train(layer.training)
+    block = FusedBlock(
+        out.mT.to(dtype), taps=taps, bias=bias, into=into, relu=relu, pool=pool, patches=patches, **moves
+    )
+    return block.train(layer.training)
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def opening_of(layer: CPLayer, channels: int | None = None) -> Opening:
-    """What takes a layer's input to the terms that its stage asks for.
+def fused_input(layer: CPLayer, channels: int | None = None) -> FusedInput:
+    """What takes a layer's input to the terms that its block asks for.
 
     With ``channels`` the input of a linear layer is so many maps that are yet to be flattened; they lie channels last,
     so that the weights are put in that order.
@@ -252,7 +273,7 @@ def opening_of(layer: CPLayer, channels: int | None = None) -> Opening:
     if channels is not None:
         into = into.unflatten(1, (channels, -1)).transpose(1, 2).flatten(1)
     maps = channels is not None or isinstance(layer, CPConv2d)
-    return Opening(into.to(layer.lambdas.dtype), maps=maps, flat=channels is not None).train(layer.training)
+    return FusedInput(into.to(layer.lambdas.dtype), maps=maps, flat=channels is not None).train(layer.training)
 
 
 def _steps(layer: CPLayer) -> tuple[Tensor, Tensor | None, Tensor]:  # (I, R), (kh, kw, R) or None, (O, R)

@@ -78,7 +78,7 @@ def _patch(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def stage(  # type: ignore[no-untyped-def]
+def block_kernel(  # type: ignore[no-untyped-def]
     x, taps, out, bias, into, y, count, H, W, H2, W2, strides,
     kernel: tl.constexpr, stride: tl.constexpr, padding: tl.constexpr, dilation: tl.constexpr, patches: tl.constexpr,
     relu: tl.constexpr, pool: tl.constexpr, terms: tl.constexpr, width: tl.constexpr, channels: tl.constexpr,
@@ -137,8 +137,8 @@ def stage(  # type: ignore[no-untyped-def]
             tl.store(place, z.to(kind), mask=there[:, None] & known[None, :])
         else:
             into_place = into + channel[:, None] * following + then[None, :]
-            opening = tl.load(into_place, mask=known[:, None] & (then < following)[None, :], other=0.0)
-            total = tl.dot(z.to(kind), opening, total, input_precision=precision)
+            next_weight = tl.load(into_place, mask=known[:, None] & (then < following)[None, :], other=0.0)
+            total = tl.dot(z.to(kind), next_weight, total, input_precision=precision)
     if into is not None:
         place = y + pixel.to(tl.int64)[:, None] * following + then[None, :]
         tl.store(place, total.to(kind), mask=there[:, None] & (then < following)[None, :])
@@ -148,7 +148,7 @@ def stage(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def closing(  # type: ignore[no-untyped-def]
+def epilogue_kernel(  # type: ignore[no-untyped-def]
     x, bias, y, count, H2, W2, strides,
     channels: tl.constexpr, channels_last: tl.constexpr, relu: tl.constexpr, pool: tl.constexpr,
     outer_block: tl.constexpr, inner_block: tl.constexpr,

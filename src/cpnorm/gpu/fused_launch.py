@@ -1,4 +1,4 @@
-"""Stages handed to their kernels: whether that is possible, what comes out, and how the work is cut into programs."""
+"""Launch the kernels of fused blocks: whether they can run, the shape of the output, and the size of each program."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
 H200_SHARED = 227 * 1024  # bytes of memory that a program's threads share
 FEW_PIXELS = 4096  # too few for large tiles
 WARPGROUP_TILE = 64  # pixels from which on a Hopper GPU's warps multiply in groups
-CLOSING_BLOCK = 1024  # numbers that one program writes
-HAS_TRITON = find_spec("triton") is not None
+EPILOGUE_BLOCK = 1024  # numbers that one program writes
 
 
 class Blocks(NamedTuple):
@@ -34,16 +33,22 @@ class Blocks(NamedTuple):
 def runs_kernel(x: Tensor, weight: Tensor | None = None) -> bool:
     """Whether the kernels can do it: on a GPU (or in triton's interpreter), in their precisions, without gradients."""
     alike = weight is None or (x.dtype == weight.dtype and x.device == weight.device)
-    fit = HAS_TRITON and kernels_supported(x.device) and x.dtype in PRECISIONS
+    fit = has_triton() and kernels_supported(x.device) and x.dtype in PRECISIONS
     return fit and alike and not (torch.is_grad_enabled() and x.requires_grad)
 
 
+@cache
+def has_triton() -> bool:
+    """Return True if triton is installed; torch brings it along for GPUs on Linux."""
+    return find_spec("triton") is not None
+
+
 def kernels_supported(device: torch.device) -> bool:
-    """Of the kernels."""
+    """Return True if the Triton kernels can run on this device."""
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def launch_stage(
+def launch_fused_block(
     x: Tensor,
     taps: Tensor | None,
     out: Tensor,
@@ -55,15 +60,15 @@ def launch_stage(
     patches: bool,
     blocks: Sequence[int],  # none: those that are best
 ) -> Tensor:  # (N, H2, W2, O or R2)
-    """What ``Stage`` computes, by the kernel."""
-    from cpnorm.gpu.fused_kernels import stage
+    """What ``FusedBlock`` computes, by the kernel."""
+    from cpnorm.gpu.fused_kernels import block_kernel
 
     kind = x.shape, x.stride(), x.dtype, x.device, taps is None, bias is None
     following = 0 if into is None else into.shape[1]
     tf32 = x.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
     plan = _plan(*kind, out.shape, following, tuple(moves), relu, pool, patches, tuple(blocks), tf32)
     y = x.new_empty(plan.output)
-    _start(stage, plan, (x, taps, out, bias, into, y))
+    _start(block_kernel, plan, (x, taps, out, bias, into, y))
     return y
 
 
@@ -140,7 +145,7 @@ def _sizes_after(sizes: Sequence[int], moves: Sequence[int], pool: bool) -> list
     return after
 
 
-def _stage_output(
+def _fused_block_output(
     x: Tensor,
     taps: Tensor | None,
     out: Tensor,
@@ -157,17 +162,19 @@ def _stage_output(
     return x.new_empty(x.shape[0], *after, (out if into is None else into).shape[1])
 
 
-def launch_closing(x: Tensor, bias: Tensor | None, relu: bool, pool: bool) -> Tensor:
-    """What ``Closing`` computes, by the kernel."""
-    from cpnorm.gpu.fused_kernels import closing
+def launch_epilogue(x: Tensor, bias: Tensor | None, relu: bool, pool: bool) -> Tensor:
+    """What ``FusedEpilogue`` computes, by the kernel."""
+    from cpnorm.gpu.fused_kernels import epilogue_kernel
 
-    y = _closing_output(x, bias, relu, pool)
-    _start(closing, _closing_plan(x.shape, x.stride(), x.dtype, x.device, bias is None, relu, pool), (x, bias, y))
+    y = _epilogue_output(x, bias, relu, pool)
+    _start(
+        epilogue_kernel, _epilogue_plan(x.shape, x.stride(), x.dtype, x.device, bias is None, relu, pool), (x, bias, y)
+    )
     return y
 
 
 @lru_cache(maxsize=1024)
-def _closing_plan(
+def _epilogue_plan(
     shape: torch.Size,
     strides: tuple[int, ...],
     dtype: torch.dtype,
@@ -187,14 +194,14 @@ def _closing_plan(
         "channels_last": last,
         "relu": relu,
         "pool": pool,
-        "outer_block": CLOSING_BLOCK // inner_block,
+        "outer_block": EPILOGUE_BLOCK // inner_block,
         "inner_block": inner_block,
     }
     programs = -(-outer // constants["outer_block"]) * -(-inner // inner_block)
     return Plan((images, channels, height, width), programs, (outer, height, width, strides), constants, {}, [])
 
 
-def _closing_output(x: Tensor, bias: Tensor | None, relu: bool, pool: bool) -> Tensor:
+def _epilogue_output(x: Tensor, bias: Tensor | None, relu: bool, pool: bool) -> Tensor:
     """Its output, without values."""
     images, channels, *size = x.shape
     after = [n // 2 for n in size] if pool else size
@@ -226,20 +233,22 @@ def _lies_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return strides[1] == 1 and shape[1] > 1
 
 
-# For the compiler, which has no need to look inside.
-_WEIGHTS = "Tensor x, Tensor? taps, Tensor out, Tensor? bias, Tensor? into"
-torch.library.custom_op(
-    "cpnorm::stage",
-    launch_stage,
-    mutates_args=(),
-    schema=f"({_WEIGHTS}, int[] moves, bool relu, bool pool, bool patches, int[] blocks) -> Tensor",
-).register_fake(_stage_output)
-torch.library.custom_op(
-    "cpnorm::closing",
-    launch_closing,
-    mutates_args=(),
-    schema="(Tensor x, Tensor? bias, bool relu, bool pool) -> Tensor",
-).register_fake(_closing_output)
+@cache
+def register_operators() -> None:
+    """Register the launchers as torch operators, which torch.compile and torch.export call without looking inside."""
+    weights = "Tensor x, Tensor? taps, Tensor out, Tensor? bias, Tensor? into"
+    torch.library.custom_op(
+        "cpnorm::fused_block",
+        launch_fused_block,
+        mutates_args=(),
+        schema=f"({weights}, int[] moves, bool relu, bool pool, bool patches, int[] blocks) -> Tensor",
+    ).register_fake(_fused_block_output)
+    torch.library.custom_op(
+        "cpnorm::fused_epilogue",
+        launch_epilogue,
+        mutates_args=(),
+        schema="(Tensor x, Tensor? bias, bool relu, bool pool) -> Tensor",
+    ).register_fake(_epilogue_output)
 
 
 def _blocks(pixels: int, channels: int, terms: int, following: int, pool: bool, itemsize: int, shared: int) -> Blocks:

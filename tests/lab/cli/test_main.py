@@ -124,10 +124,10 @@ def test_compress_and_export(trained: Path, tmp_path: Path, images: ImageSet) ->
     assert torch.allclose(torch.from_numpy(outputs), expected, atol=1e-4)
     assert expected.std() > 0.01  # or the comparisons say nothing
 
-    few = json.loads(run("export", small, "--onnx", onnx, "--goal", "weights", "--json")[0])
+    few = json.loads(run("export", small, "--onnx", onnx, "--goal", "parameters", "--json")[0])
     dense, _ = run("export", small, "--onnx", onnx)
     assert few["weights"] < 1.2 * few["weights_of_run"]
-    assert f"the run has {record['weights']:,}: --goal weights keeps layers small" in dense
+    assert f"the run has {record['weights']:,}: --goal parameters keeps layers small" in dense
 
 
 # --- stops and kills --------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ ERRORS = {
     "no such row": (["reproduce", "cifar10/nosuch"], 1, "unknown rows: cifar10/nosuch; there are cifar10/none-sgd"),
     "no seeds": (["reproduce", "--seeds", "0"], 2, "--seeds"),
     "none at once": (["reproduce", "--at-once", "0"], 2, "--at-once"),
-    "no goal": (["export", "run", "--onnx", "x", "--goal", "fame"], 2, "expected --goal time or weights, got fame"),
+    "no goal": (["export", "run", "--onnx", "x", "--goal", "fame"], 2, "expected --goal time or parameters, got fame"),
     "no argument": (["inspect"], 2, "Missing argument 'RUN'"),
 }
 

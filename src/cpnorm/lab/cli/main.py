@@ -293,7 +293,7 @@ def export(
     onnx: Annotated[Path | None, typer.Option(help="write an ONNX file")] = None,
     torch: Annotated[Path | None, typer.Option(help="write a torch.export program, .pt2")] = None,
     factorize: Annotated[bool, typer.Option("--factorize", help="small plain layers where these are faster")] = False,
-    goal: Annotated[str | None, typer.Option(help="of small layers: time, or weights, few of them")] = None,
+    goal: Annotated[str | None, typer.Option(help="choose small layers by time or parameters")] = None,
     as_json: Json = False,
 ) -> None:
     """Write a trained network for other programs, in plain layers: nothing of cpnorm is needed to run it."""
@@ -301,8 +301,9 @@ def export(
 
     if not (onnx or torch):
         raise typer.BadParameter("expected --onnx FILE or --torch FILE, got neither")
-    if goal not in (None, "time", "weights"):
-        raise typer.BadParameter(f"expected --goal time or weights, got {goal}")
+    goal = "parameters" if goal == "weights" else goal  # its name until 0.1
+    if goal not in (None, "time", "parameters"):
+        raise typer.BadParameter(f"expected --goal time or parameters, got {goal}")
     goal = goal or ("time" if factorize else None)  # a goal alone asks for small layers too
     result = export_network(run, onnx=onnx, program=torch, goal=cast(Any, goal))
     if as_json:
@@ -310,8 +311,8 @@ def export(
         return
     for file in result["files"]:
         typer.echo(f"{file}: {result['weights']:,} weights, input {result['input']}")
-    if goal != "weights" and result["weights"] > 1.1 * result["weights_of_run"]:
-        typer.echo(f"the run has {result['weights_of_run']:,}: --goal weights keeps layers small")
+    if goal != "parameters" and result["weights"] > 1.1 * result["weights_of_run"]:
+        typer.echo(f"the run has {result['weights_of_run']:,}: --goal parameters keeps layers small")
 
 
 @app.command()
