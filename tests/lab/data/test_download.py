@@ -242,8 +242,25 @@ def test_nobody_answers(tmp_path: Path) -> None:
 
 def test_names(tmp_path: Path) -> None:
     assert get("digits", tmp_path) == []
-    with pytest.raises(ValueError, match="expected a data set among digits, mnist, cifar10, svhn, got 'imagenet'"):
+    known = "a data set among digits, mnist, cifar10, svhn, or weights among resnet20-cifar10, resnet56-cifar10"
+    with pytest.raises(ValueError, match=f"expected {known}, got 'imagenet'"):
         get("imagenet", tmp_path)
+
+
+def test_published_weights_are_downloaded_and_checked(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (remote,) = download.FILES["resnet56-cifar10"]
+    assert remote.path == "pretrained/resnet56-4bfd9763.th"
+    file = Path(remote.path).name
+    known = Remote(remote.path, len(CONTENT), hashlib.md5(CONTENT).hexdigest())
+    monkeypatch.setitem(download.FILES, "resnet56-cifar10", (known,))
+    server.files[f"/{file}"] = OTHER
+    with pytest.raises(DownloadError, match="expected 1048576 bytes"):
+        get("resnet56-cifar10", tmp_path, address=server.address)
+    server.files[f"/{file}"] = CONTENT
+    assert get("resnet56-cifar10", tmp_path, address=server.address) == [tmp_path / remote.path]
+    assert files_in(tmp_path) == {remote.path: CONTENT}
 
 
 def test_downloads_are_files_that_are_looked_for() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,15 +22,18 @@ def overview(context: typer.Context) -> None:
 
 @app.command()
 def get(
-    name: Annotated[str, typer.Argument(help="mnist, cifar10, svhn or digits")],
+    name: Annotated[
+        str, typer.Argument(help="mnist, cifar10, svhn or digits; or weights: resnet20-cifar10, resnet56-cifar10")
+    ],
     data_dir: DataDir = None,
     address: Annotated[str | None, typer.Option(help="another place that has the files, such as a mirror")] = None,
+    file: Annotated[Path | None, typer.Option(help="weights in a local file (.th or .safetensors) instead")] = None,
     as_json: Json = False,
 ) -> None:
-    """Download a data set, go on where it broke off, and check it."""
+    """Download a data set or published weights, go on where it broke off, and check them."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    from cpnorm.lab.data import download
+    from cpnorm.lab.data import download, pretrained
 
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = messages()
@@ -41,7 +45,10 @@ def get(
                 tasks[file] = bars.add_task(file, total=total)
             bars.update(tasks[file], completed=done)
 
-        paths = download.get(name, data_dir, progress=show, address=address)
+        if file is not None:
+            paths = [pretrained.store(name, file, data_dir)]
+        else:
+            paths = download.get(name, data_dir, progress=show, address=address)
     if as_json:
         print_json({"name": name, "files": [str(path) for path in paths]})
     else:

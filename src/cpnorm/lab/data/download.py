@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+from cpnorm.lab.data import pretrained
 from cpnorm.lab.data.images import NAMES, data_folders, load
 from cpnorm.lab.data.official import LAYOUTS, plain_or_packed
 
@@ -34,6 +35,7 @@ ADDRESSES = {
     "mnist": "https://ossci-datasets.s3.amazonaws.com/mnist",
     "cifar10": "https://www.cs.toronto.edu/~kriz",
     "svhn": "http://ufldl.stanford.edu/housenumbers",
+    **{name: network.address for name, network in pretrained.NETWORKS.items()},
 }
 FILES = {
     "mnist": (
@@ -47,6 +49,10 @@ FILES = {
         Remote("train_32x32.mat", 182_040_794, "e26dedcc434d2e4c54c9b2d4a06d8373"),
         Remote("test_32x32.mat", 64_275_384, "eb5a983be6a315427106f1b164d9cef3"),
     ),
+    **{
+        name: (Remote(f"{pretrained.FOLDER}/{network.file}", network.size, network.md5),)
+        for name, network in pretrained.NETWORKS.items()
+    },
 }
 
 
@@ -61,12 +67,19 @@ def get(
     progress: Progress | None = None,
     address: str | None = None,
 ) -> list[Path]:
-    """The files of a data set in the first data folder, downloaded where they are not there yet; returns their paths.
+    """Download the files of a data set, or the published weights of a network, and return their paths.
 
-    ``address`` is another place that has files of these names, such as a mirror.
+    They go to the first data folder; files that are there already are checked and kept.
+
+    Args:
+        name: a data set, or a network of ``pretrained.NETWORKS``.
+        data_dir: where they go; else ``$CPNORM_DATA`` or the user's cache.
+        progress: called with the name of a file, the bytes that have arrived and the bytes in all.
+        address: another place that has files of these names, such as a mirror.
     """
-    if name not in NAMES:
-        raise ValueError(f"expected a data set among {', '.join(NAMES)}, got {name!r}")
+    if name not in (*NAMES, *pretrained.NETWORKS):
+        known = f"a data set among {', '.join(NAMES)}, or weights among {', '.join(pretrained.NETWORKS)}"
+        raise ValueError(f"expected {known}, got {name!r}")
     folder = data_folders(data_dir)[0]
     remotes = FILES.get(name, ())  # the embedded digits have none
     if not any((folder / remote.path).exists() for remote in remotes):

@@ -27,7 +27,7 @@ KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {  # of settings: in words
 class Config:
     """Settings of one training run; ``Config()`` is the paper's canonical AlexNet-like row on CIFAR-10 with SGD."""
 
-    model: Literal["alexnet", "lenet"] = "alexnet"
+    model: Literal["alexnet", "lenet", "resnet18", "resnet20", "resnet56", "vgg16"] = "alexnet"
     width: float = 1.0  # of every layer but the last, as a share of the paper's
     data: Literal["cifar10", "svhn", "mnist", "digits"] = "cifar10"
     norm: Literal["none", "weight", "cp", "tai"] = "cp"

@@ -7,9 +7,11 @@ in ranks, in records and in reports. Weights start as torch draws them.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 
 from torch import nn
+
+from cpnorm.lab.training import networks
+from cpnorm.lab.training.networks import scaled
 
 
 def lenet(channels: int = 1, classes: int = 10, image_size: int = 28, width: float = 1.0) -> nn.Sequential:
@@ -21,7 +23,7 @@ def lenet(channels: int = 1, classes: int = 10, image_size: int = 28, width: flo
     Linear(in_features=9216, out_features=128, bias=True)
     """
     side = (_at_least(6, image_size) - 4) // 2
-    c1, c2, hidden = _scaled((32, 64, 128), width)
+    c1, c2, hidden = scaled((32, 64, 128), width)
     features = nn.Sequential(
         nn.Conv2d(channels, c1, 3),
         nn.ReLU(),
@@ -48,7 +50,7 @@ def alexnet(channels: int = 3, classes: int = 10, image_size: int = 32, width: f
     Linear(in_features=4096, out_features=1024, bias=True)
     """
     side = (_at_least(6, image_size) + 2) // 8  # + 2: the first convolution pads by 2, so that 32 becomes 34
-    c1, c2, c3, c4, c5, hidden, last = _scaled((64, 192, 384, 256, 256, 1024, 512), width)
+    c1, c2, c3, c4, c5, hidden, last = scaled((64, 192, 384, 256, 256, 1024, 512), width)
     features = nn.Sequential(
         nn.Conv2d(channels, c1, 3, padding=2),
         nn.ReLU(),
@@ -76,18 +78,22 @@ def alexnet(channels: int = 3, classes: int = 10, image_size: int = 32, width: f
     return _network(features, classifier)
 
 
-def build(name: str, channels: int, classes: int, image_size: int, width: float = 1.0) -> nn.Sequential:
-    """The network of this name for images of this shape."""
-    networks: dict[str, Callable[[int, int, int, float], nn.Sequential]] = {"alexnet": alexnet, "lenet": lenet}
-    if name not in networks:
-        raise ValueError(f"expected a model among {', '.join(networks)}, got {name!r}")
-    return networks[name](channels, classes, image_size, width)
-
-
-def _scaled(sizes: tuple[int, ...], width: float) -> list[int]:
-    if not width > 0:
-        raise ValueError(f"expected a width > 0, got {width}")
-    return [max(1, round(size * width)) for size in sizes]
+def build(name: str, channels: int, classes: int, image_size: int, width: float = 1.0) -> nn.Module:
+    """Return the network of this name for images of this shape."""
+    match name:
+        case "alexnet":
+            return alexnet(channels, classes, image_size, width)
+        case "lenet":
+            return lenet(channels, classes, image_size, width)
+        case "resnet20" | "resnet56":
+            return networks.cifar_resnet(int(name.removeprefix("resnet")), channels, classes, width)
+        case "resnet18":
+            return networks.resnet18(channels, classes, width)
+        case "vgg16":
+            if image_size < 32:
+                raise ValueError(f"expected images of at least 32 x 32 pixels, got {image_size}")
+            return networks.vgg16(channels, classes, width)
+    raise ValueError(f"expected a model among alexnet, lenet, resnet18, resnet20, resnet56, vgg16, got {name!r}")
 
 
 def _at_least(smallest: int, image_size: int) -> int:
