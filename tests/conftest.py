@@ -22,10 +22,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that need what this machine does not have are skipped, with the reason."""
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
     no_data = pytest.mark.skip(reason="needs the official data files: set CPNORM_DATA to their folder")
-    for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+    for item in items:  # by marker: "gpu" and "data" are also names of folders, which are keywords too
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
-        if "data" in item.keywords and not os.environ.get("CPNORM_DATA"):
+        if item.get_closest_marker("data") and not os.environ.get("CPNORM_DATA"):
             item.add_marker(no_data)
 
 

@@ -33,11 +33,11 @@ class Blocks(NamedTuple):
 def runs_kernel(x: Tensor, weight: Tensor | None = None) -> bool:
     """Whether the kernels can do it: on a GPU (or in triton's interpreter), in their precisions, without gradients."""
     alike = weight is None or (x.dtype == weight.dtype and x.device == weight.device)
-    fit = has_triton() and kernels_supported(x.device) and x.dtype in PRECISIONS
+    fit = kernels_supported(x.device) and x.dtype in PRECISIONS and has_triton()
     return fit and alike and not (torch.is_grad_enabled() and x.requires_grad)
 
 
-@cache
+@torch.compiler.assume_constant_result  # torch.compile does not look for packages itself
 def has_triton() -> bool:
     """Return True if triton is installed; torch brings it along for GPUs on Linux."""
     return find_spec("triton") is not None

@@ -226,7 +226,7 @@ def test_mat_of_a_type_that_does_not_exist(number: int) -> None:
 
 @pytest.fixture
 def low_limit(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("cpnorm.lab.data.images.formats.LIMIT", 2**20)
+    monkeypatch.setattr("cpnorm.lab.data.formats.LIMIT", 2**20)
     return 2**20
 
 

@@ -23,7 +23,7 @@ from official_files import WRITERS, make
 @pytest.fixture(autouse=True)
 def nothing_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """No test finds data of this machine, but for those that are about them."""
-    if "data" not in request.keywords:
+    if request.node.get_closest_marker("data") is None:
         monkeypatch.delenv("CPNORM_DATA", raising=False)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
