@@ -307,8 +307,24 @@ def test_augment_is_seeded() -> None:
     assert augment(images, "none") is images
 
 
+def test_cutout_blackens_one_square_that_may_hang_over_the_edge() -> None:
+    white = torch.full((500, 1, 16, 16), 255, dtype=torch.uint8)
+    cropped, cut = (augment(white, mode, torch.Generator().manual_seed(1)) for mode in ("crop", "crop-cutout"))
+    holes = (cropped != cut)[:, 0]
+    assert torch.equal(cut[~holes[:, None]], cropped[~holes[:, None]])
+    for hole, image in zip(holes, cropped[:, 0], strict=True):
+        rows, columns = hole.any(1).nonzero().flatten(), hole.any(0).nonzero().flatten()
+        if len(rows):  # else the whole square lies where the crop is black already
+            box = slice(int(rows[0]), int(rows[-1]) + 1), slice(int(columns[0]), int(columns[-1]) + 1)
+            assert len(rows) <= 8
+            assert len(columns) <= 8
+            assert torch.equal(hole[box], image[box] > 0)
+    assert 0.12 < holes.float().mean() < (7 / 16) ** 2  # 7: the mean side of a square within 16 pixels
+    assert holes.sum((1, 2)).max() == 64
+
+
 def test_augment_refuses_an_unknown_mode() -> None:
-    with pytest.raises(ValueError, match="expected augmentation to be one of none, crop, crop-flip, got 'rotate'"):
+    with pytest.raises(ValueError, match=r"expected augmentation to be one of none, crop, crop-flip, .*, got 'rotate'"):
         augment(COLOUR, "rotate")  # type: ignore[arg-type]
 
 

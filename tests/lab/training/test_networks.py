@@ -64,7 +64,7 @@ def test_the_canonical_and_the_factorised_network_compute_what_the_dense_one_doe
     expected = dense(x)
     canonical = cpnorm.canonical_norm(dense)
     torch.testing.assert_close(canonical(x), expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(cpnorm.factorize(canonical, x, goal="weights")(x), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(cpnorm.factorize(canonical, x, goal="parameters")(x), expected, rtol=1e-4, atol=1e-5)
 
 
 # --- published weights ---

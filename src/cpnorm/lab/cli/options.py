@@ -42,6 +42,7 @@ HELP = {
     "lr": "learning rate",
     "equal_angles": "learning rates by which vectors of all lengths turn by the same angle",
     "momentum": "momentum of SGD and RMSProp",
+    "nesterov": "look ahead along the momentum of SGD",
     "weight_decay": "weight decay",
     "lambda_l1": "weight of λ's 1-norm over its 2-norm in the loss, which drives terms towards zero",
     "label_smoothing": "label smoothing",

@@ -40,7 +40,9 @@ SHA256 = {  # of the pixels (N, H, W, C) and labels of the training set, then of
 }
 PADDING = 4  # pixels around an image before it is cropped to its old size
 
-Augmentation = Literal["none", "crop", "crop-flip"]
+CUTOUT = 8  # pixels: the side of the square that is blackened
+
+Augmentation = Literal["none", "crop", "crop-flip", "crop-cutout", "crop-flip-cutout"]
 
 
 class DataNotFoundError(FileNotFoundError):
@@ -265,7 +267,10 @@ def normalize(
 
 
 def augment(images: Tensor, mode: Augmentation, generator: torch.Generator | None = None) -> Tensor:  # (N, C, H, W)
-    """Per image a random crop of the image with 4 black pixels around it, then for crop-flip a mirror image by chance.
+    """Augment each image: a random crop of it with 4 black pixels around, then a mirror image by chance, then a hole.
+
+    The mode names what is done: "crop", "crop-flip", "crop-cutout", "crop-flip-cutout", or "none". The hole is a black
+    square of 8 x 8 pixels whose centre lies anywhere in the image.
 
     A fixed handful of kernels without a look at the values, so that it can be compiled and captured in a CUDA graph.
     """
@@ -278,10 +283,18 @@ def augment(images: Tensor, mode: Augmentation, generator: torch.Generator | Non
     corner = torch.randint(2 * PADDING + 1, (2, count, 1), generator=generator, device=device)
     rows = corner[0] + torch.arange(height, device=device)  # (N, H)
     columns = torch.arange(width, device=device)
-    if mode == "crop-flip":
+    if "flip" in mode:
         mirrored = torch.randint(2, (count, 1), generator=generator, device=device, dtype=torch.bool)
         columns = torch.where(mirrored, width - 1 - columns, columns)
     columns = corner[1] + columns  # (N, W)
     padded = F.pad(images, (PADDING, PADDING, PADDING, PADDING)).flatten(2)
     place = (rows[:, :, None] * (width + 2 * PADDING) + columns[:, None, :]).flatten(1)  # of every pixel, in padded
-    return padded.gather(2, place[:, None].expand(-1, channels, -1)).view(images.shape)
+    cropped = padded.gather(2, place[:, None].expand(-1, channels, -1)).view(images.shape)
+    if "cutout" not in mode:
+        return cropped
+    inside = []  # (N, H), (N, W)
+    for size in (height, width):
+        centre = torch.randint(size, (count, 1), generator=generator, device=device)
+        offset = torch.arange(size, device=device) - centre + CUTOUT // 2
+        inside.append((offset >= 0) & (offset < CUTOUT))
+    return cropped.masked_fill((inside[0][:, :, None] & inside[1][:, None, :])[:, None], 0)

@@ -41,6 +41,7 @@ class Config:
     lr: float = 0.01
     equal_angles: bool = False  # vectors of all lengths turn alike: see cpnorm.equal_angles
     momentum: float = 0.0
+    nesterov: bool = False  # look ahead along the momentum of SGD
     weight_decay: float = 0.0
     lambda_l1: float = 0.0  # sparsity pressure on the lambdas: times cpnorm.lambda_penalty
     label_smoothing: float = 0.0
@@ -52,7 +53,8 @@ class Config:
     drop_last: bool = False  # leave out the images of an epoch that fill no batch
     seed: int = 0
     precision: Literal["auto", "bf16", "tf32", "fp32"] = "auto"  # auto: bf16 on a GPU, fp32 elsewhere
-    augment: Literal["auto", "none", "crop", "crop-flip"] = "auto"  # auto: crop-flip for CIFAR-10 and SVHN, else none
+    augment: Literal["auto", "none", "crop", "crop-flip", "crop-cutout", "crop-flip-cutout"] = "auto"
+    # auto: crop-flip for CIFAR-10 and SVHN, else none
     validation: int = 0  # training images held out for choosing
     early_stopping: int = 0  # epochs without improvement of the validation (or training) loss before stopping; 0: off
 
@@ -72,6 +74,10 @@ class Config:
             raise ValueError(f"expected seed < 2**63, got {self.seed}")
         if self.batch_size < 1:
             raise ValueError(f"expected batch_size >= 1, got {self.batch_size}")
+        if self.nesterov and (self.optimizer != "sgd" or not self.momentum):
+            raise ValueError(
+                f"nesterov requires optimizer='sgd' and momentum > 0, got {self.optimizer}, {self.momentum}"
+            )
         if self.label_smoothing > 1:
             raise ValueError(f"expected label_smoothing <= 1, got {self.label_smoothing}")
         if not self.width > 0:

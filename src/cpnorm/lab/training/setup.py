@@ -64,7 +64,9 @@ def make_optimizer(config: Config, model: nn.Module, device: torch.device) -> to
         lr = config.lr * group["scale"]
         group["lr"] = torch.tensor(lr, device=device) if gpu else lr
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, momentum=config.momentum, weight_decay=decay, fused=gpu or None)
+        return torch.optim.SGD(
+            groups, momentum=config.momentum, weight_decay=decay, nesterov=config.nesterov, fused=gpu or None
+        )
     if config.optimizer == "rmsprop":
         if gpu and not config.momentum:
             return FusedRMSprop(groups, weight_decay=decay)

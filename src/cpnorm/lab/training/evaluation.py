@@ -1,0 +1,74 @@
+"""Test a network, and estimate its batch-norm statistics anew: for any classifier, before or after compression."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from cpnorm.lab.data.images import ImageSet, normalize
+
+BatchNorm = nn.modules.batchnorm._BatchNorm
+TEST_BATCH = 1000  # images
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: ImageSet, images: int | None = None) -> float:
+    """Return the percentage of the test images, or the first of them, that a network classifies correctly."""
+    device = next(model.parameters()).device
+    x, y = data.test_images[:images].to(device), data.test_labels[:images].to(device)
+    right = torch.zeros((), dtype=torch.long, device=device)
+    with _mode(model, training=False):
+        for part in range(0, len(y), TEST_BATCH):
+            logits = model(prepared(x[part : part + TEST_BATCH], data))
+            right += (logits.argmax(1) == y[part : part + TEST_BATCH]).sum()
+    return 100 * right.item() / len(y)
+
+
+@torch.no_grad()
+def reestimate_batch_norm(model: nn.Module, batches: Sequence[Tensor]) -> int:
+    """Estimate the statistics of all batch-norm layers anew from normalised images, and return how many there are.
+
+    A compressed or averaged network has other activations than the one whose statistics it holds. The statistics become
+    the means over the batches.
+    """
+    layers = [m for m in model.modules() if isinstance(m, BatchNorm) and m.track_running_stats]
+    if not layers:
+        return 0
+    momenta = [layer.momentum for layer in layers]
+    dropouts = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+    with _mode(model, training=True):
+        for dropout in dropouts:
+            dropout.eval()
+        for layer in layers:
+            layer.reset_running_stats()
+            layer.momentum = None  # a cumulative mean
+        for batch in batches:
+            model(batch)
+    for layer, momentum in zip(layers, momenta, strict=True):
+        layer.momentum = momentum
+    return len(layers)
+
+
+def prepared(images: Tensor, data: ImageSet) -> Tensor:  # (N, C, H, W) uint8 -> float
+    """Return images normalised as this data set's are, in the layout that convolutions prefer."""
+    return normalize(images, data.mean, data.std).contiguous(memory_format=torch.channels_last)
+
+
+def calibration_batches(data: ImageSet, count: int, batch: int = 256) -> list[tuple[Tensor, Tensor]]:
+    """Return the first ``count`` training images, normalised, with their labels: what ``cpnorm.truncate`` looks at."""
+    images, labels = data.train_images[:count], data.train_labels[:count]
+    return [(prepared(x, data), y) for x, y in zip(images.split(batch), labels.split(batch), strict=True)]
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+    modules = {module: module.training for module in model.modules()}
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, was in modules.items():
+            module.training = was
