@@ -25,6 +25,8 @@ from cpnorm.describe.summarize import Summary, summary
 from cpnorm.deploy.factorization import Factorization, choose_forms, factorize
 from cpnorm.io.checkpoint import load, read_metadata, save
 from cpnorm.deploy.onnx import export_onnx
+from cpnorm.compress.shrinking import Shrunk, shrink
+from cpnorm.compress.shrink_report import ShrinkReport
 
 __version__ = "0.1.0"
 
@@ -68,4 +70,7 @@ __all__ = [
     "load",
     "read_metadata",
     "export_onnx",
+    "shrink",
+    "Shrunk",
+    "ShrinkReport",
 ]

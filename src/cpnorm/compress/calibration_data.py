@@ -1,0 +1,110 @@
+"""Batches of calibration data from whatever holds them: loaders, tensors, mappings, lists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from cpnorm.compress.probe import Batch
+from cpnorm.nn.running import to_device_of
+
+TARGETS = ("labels", "label", "targets", "target")  # in a mapping
+
+
+def as_batches(data: Any, samples: int | None = None) -> list[Batch]:
+    """Return (inputs, targets) of each batch; targets are None where there are none.
+
+    Args:
+        data: a DataLoader or another iterable of batches, one tensor of inputs, or one batch as a tuple or mapping. A
+            batch is a tensor of inputs, (inputs, targets), (inputs,), or a mapping of keyword arguments, whose "labels",
+            if there are any, are the targets as well.
+        samples: stop with the batch that makes this many samples full.
+    """
+    if isinstance(data, Tensor | Mapping) or (isinstance(data, tuple) and data and isinstance(data[0], Tensor)):
+        data = [data]
+    if not isinstance(data, Iterable) or isinstance(data, str | bytes):
+        raise TypeError(f"data: expected a DataLoader, tensors or batches of inputs, got a {type(data).__name__}")
+    batches: list[Batch] = []
+    seen = 0
+    for batch in data:
+        batches.append(_as_batch(batch))
+        seen += batch_size(batches[-1][0])
+        if samples is not None and seen >= samples:
+            break
+    if not batches:
+        raise ValueError("data: expected at least one batch, got none")
+    return batches
+
+
+def _as_batch(batch: Any) -> Batch:
+    if type(batch).__module__.partition(".")[0] == "numpy":
+        raise TypeError(f"data: expected tensors, got a {type(batch).__name__}: use torch.from_numpy")
+    if isinstance(batch, Tensor):
+        return batch, None
+    if isinstance(batch, Mapping):
+        return dict(batch), next((batch[key] for key in TARGETS if key in batch), None)
+    if isinstance(batch, tuple | list) and len(batch) in (1, 2):
+        return batch[0], batch[1] if len(batch) == 2 else None
+    what = f"{len(batch)} things" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
+    raise ValueError(
+        f"data: expected batches of inputs, (inputs, targets) or keyword arguments, got {what}; several inputs are a "
+        "tuple: ((first, second), targets)"
+    )
+
+
+def batch_size(inputs: Any) -> int:
+    """Return the length of the first tensor with dimensions; 1 where there is none."""
+    return next((len(x) for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor) and x.ndim), 1)
+
+
+def first_sample(model: nn.Module, inputs: Any) -> Any:
+    """Return a batch of one, on the device of the model."""
+    size = batch_size(inputs)
+
+    def first(x: Any) -> Any:
+        alone = isinstance(x, Tensor) and x.ndim and len(x) == size
+        return to_device_of(model, x[:1].clone() if alone else x)
+
+    if isinstance(inputs, list):
+        inputs = tuple(inputs)  # what torch's DataLoader makes of a tuple
+    return pytree.tree_map(first, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+
+
+def tensors_of(outputs: Any) -> list[Tensor]:
+    """Return the floating-point tensors among a model's outputs; of a transformers model the logits, if it has some."""
+    logits = getattr(outputs, "logits", None)
+    if isinstance(logits, Tensor):
+        return [logits]
+    found = [y for y in pytree.tree_leaves(outputs) if isinstance(y, Tensor) and y.is_floating_point()]
+    if not found:
+        raise ValueError(f"expected a model with tensors among its outputs, got a {type(outputs).__name__}")
+    return found
+
+
+def accuracy(outputs: Any, targets: Any) -> float:
+    """Return the share of rows whose largest output is the target's."""
+    (scores, *_), wanted = tensors_of(outputs), targets
+    if not isinstance(wanted, Tensor) or wanted.is_floating_point() or wanted.shape != scores.shape[:-1]:
+        got = f"targets of shape {tuple(wanted.shape)}" if isinstance(wanted, Tensor) else "no targets"
+        raise ValueError(
+            f"metric: accuracy needs a class index for each row of outputs {tuple(scores.shape)}, got {got}; give "
+            "metric= a function of (outputs, targets) whose larger values are better"
+        )
+    return (scores.argmax(-1) == wanted.to(scores.device)).double().mean().item()
+
+
+@torch.no_grad()
+def relative_error(pairs: Iterable[tuple[Any, Any]]) -> float:
+    """Return ||y - wanted|| / ||wanted|| over all pairs of outputs (y, wanted); positions that are not finite are out."""
+    error = size = 0.0
+    for outputs, expected in pairs:
+        for y, wanted in zip(tensors_of(outputs), tensors_of(expected), strict=True):
+            y, wanted = y.double(), wanted.to(y.device).double()
+            finite = wanted.isfinite()
+            error += (y - wanted)[finite].square().sum().item()
+            size += wanted[finite].square().sum().item()
+    return (error / size) ** 0.5 if size else error**0.5

@@ -1,0 +1,277 @@
+"""shrink: within the budget, the outputs of an old network that is of low rank, and the given model left alone."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import cpnorm
+from cpnorm.compress import shrinking
+from cpnorm.compress.calibration_data import as_batches, first_sample, relative_error
+from cpnorm.compress.shrinking import flops_of
+
+
+def low_rank(layer: nn.Module, rank: int = 4) -> nn.Module:
+    """The layer with a weight of a few terms, which a cut need not touch."""
+    cp = cpnorm.cp_als(layer.weight.detach(), rank, generator=torch.Generator().manual_seed(0))
+    layer.weight = nn.Parameter(cp.to_dense().contiguous())
+    return layer
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        low_rank(nn.Conv2d(3, 16, 3, padding=1)),
+        nn.ReLU(),
+        low_rank(nn.Conv2d(16, 24, 3, padding=1)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        low_rank(nn.Linear(24, 24)),
+    )
+
+
+def images(count: int = 64) -> Tensor:
+    return torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def weights(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_a_network_of_low_rank_keeps_its_outputs_and_nothing_of_cpnorm() -> None:
+    model, x = network(), images()
+    small = cpnorm.shrink(model, x, parameters=0.3)
+    assert weights(small.model) <= 0.3 * weights(model)
+    assert weights(small.model) == small.report.parameters_after
+    with torch.no_grad():
+        wanted, got = model(x), small.model(x)
+        assert (got - wanted).norm() < 0.02 * wanted.norm()
+        assert (small.canonical(x) - got).norm() < 1e-4 * wanted.norm()
+        fresh = images(8) + 0.5  # not what it was calibrated on
+        assert (small.model(fresh) - model(fresh)).norm() < 0.05 * model(fresh).norm()
+    assert small.report.output_error == pytest.approx(((got - wanted).norm() / wanted.norm()).item(), rel=1e-3)
+    assert not [m for m in small.model.modules() if type(m).__module__.startswith("cpnorm")]
+    buffer = io.BytesIO()
+    torch.save(small.model, buffer)
+    buffer.seek(0)
+    again = torch.load(buffer, weights_only=False)
+    torch.testing.assert_close(again(x), small.model(x))
+
+
+def test_the_given_model_is_not_changed() -> None:
+    model, x = network().train(), images()
+    model[0].mine, model[2].training = "here", False
+    before = copy.deepcopy(model.state_dict())
+    objects, flags = list(model.parameters()), [m.training for m in model.modules()]
+    cpnorm.shrink(model, x, parameters=0.5)
+    with pytest.raises(ZeroDivisionError):
+        cpnorm.shrink(model, x, parameters=0.5, finetune=lambda _: 1 / 0)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(a is b for a, b in zip(model.parameters(), objects, strict=True))
+    assert [m.training for m in model.modules()] == flags
+    assert type(model[0]) is nn.Conv2d
+    assert not model[0]._forward_hooks
+
+
+class Several(nn.Module):
+    """Two inputs by name or place, and a dict or tuple of outputs."""
+
+    def __init__(self, by_name: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.by_name = low_rank(nn.Linear(32, 24)), low_rank(nn.Linear(32, 24)), by_name
+
+    def forward(self, a: Tensor, b: Tensor, labels: Tensor | None = None) -> Any:
+        y, z = self.first(a), self.second(b)
+        return {"sum": y + z, "parts": (y, z), "count": 3} if self.by_name else (y + z, z)
+
+
+def rows(count: int = 40) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(2)
+    return torch.randn(count, 32), torch.randn(count, 32), torch.randint(24, (count,))
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("kind", ["mapping", "mappings", "with labels", "tuples", "loader", "lists"])
+def test_data_of_many_kinds_and_outputs_of_many_kinds(kind: str, by_name: bool) -> None:
+    a, b, y = rows()
+    torch.manual_seed(0)
+    model = Several(by_name)
+    data: Any = {
+        "mapping": {"a": a, "b": b},
+        "mappings": [{"a": a[:20], "b": b[:20]}, {"a": a[20:], "b": b[20:]}],
+        "with labels": [{"a": a, "b": b, "labels": y}],
+        "tuples": [((a, b), y)],
+        "loader": DataLoader(list(zip(zip(a, b, strict=True), y, strict=True)), batch_size=16),
+        "lists": [[[a, b], y]],
+    }[kind]
+    small = cpnorm.shrink(model, data, parameters=0.6)
+    assert small.report.samples == 40
+    assert small.report.output_error < 1e-3
+    assert weights(small.model) <= 0.6 * weights(model)
+    wanted, got = model(a, b), small.model(a, b)
+    key: Any = "sum" if by_name else 0
+    torch.testing.assert_close(got[key], wanted[key], rtol=0, atol=1e-3)
+
+
+def test_inputs_alone() -> None:
+    x = images(32)
+    for data in (x, (x,), [x[:16], x[16:]], DataLoader(TensorDataset(x), batch_size=8), DataLoader(x, batch_size=8)):
+        assert sum(len(inputs) for inputs, targets in as_batches(data)) == 32
+        assert all(targets is None for _, targets in as_batches(data))
+    assert len(as_batches(DataLoader(x, batch_size=8), samples=9)) == 2
+    (batch,) = as_batches((x, torch.zeros(32)))
+    assert batch[1].shape == (32,)
+    assert first_sample(nn.Linear(1, 1), {"a": x, "scale": 2.0})["a"].shape == (1, 3, 8, 8)
+
+
+def test_arithmetic_is_within_its_budget() -> None:
+    model, x = network(), images()
+    before = flops_of(model, x[:1])
+    small = cpnorm.shrink(model, x, flops=0.4)
+    assert small.report.flops_before == before == 2 * (64 * 16 * 27 + 64 * 24 * 144 + 24 * 24)
+    assert small.report.flops_after == flops_of(small.model, x[:1]) <= 0.4 * before
+    assert small.report.output_error < 0.05
+    assert cpnorm.shrink(model, x, flops=before // 3).report.flops_after <= before // 3
+
+
+def labelled(model: nn.Module) -> tuple[Tensor, Tensor]:
+    """Inputs with the answers of the model itself: its accuracy is 1."""
+    x = images(128)
+    with torch.no_grad():
+        return x, model(x).argmax(1)
+
+
+def test_the_smallest_network_whose_accuracy_is_allowed() -> None:
+    model = network()
+    data = labelled(model)
+    small = cpnorm.shrink(model, data, accuracy_drop=0.1)
+    assert small.report.metric == "accuracy"
+    assert small.report.metric_before == 1.0
+    assert small.report.metric_after >= 0.9
+    strict = cpnorm.shrink(model, data, accuracy_drop=0.02)
+    assert weights(small.model) <= weights(strict.model) < weights(model)
+    assert (strict.model(data[0]).argmax(1) == data[1]).double().mean() >= 0.98
+
+
+def test_a_metric_of_the_users_own() -> None:
+    def closeness(outputs: Tensor, targets: Tensor) -> Tensor:
+        return -(outputs - targets).square().mean()
+
+    model, x = network(), images()
+    with torch.no_grad():
+        y = model(x)
+    small = cpnorm.shrink(model, (x, y), accuracy_drop=0.01 * y.square().mean().item(), metric=closeness)
+    assert small.report.metric == "closeness"
+    assert small.report.metric_before == pytest.approx(0, abs=1e-9)
+    assert small.report.output_error < 0.11
+    with pytest.raises(ValueError, match="metric: accuracy needs a class index"):
+        cpnorm.shrink(model, (x, y), accuracy_drop=0.01)
+
+
+def test_time_is_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that runs with the arithmetic: real ones are for benchmarks."""
+    model, x = network(), images()
+    whole = flops_of(model, x[:1])
+
+    def milliseconds(self: Any, *models: nn.Module) -> Any:
+        taken = [0.2 + flops_of(m, x[:1]) / whole for m in models]
+        return taken[0] if len(taken) == 1 else taken
+
+    monkeypatch.setattr(shrinking._Job, "milliseconds", milliseconds)
+    forms = shrinking._Job.forms
+    monkeypatch.setattr(shrinking._Job, "forms", lambda self, cut, budget: forms(self, cut, "flops"))
+    small = cpnorm.shrink(model, x, latency_ms=0.6)
+    assert 0.5 < small.report.milliseconds_after <= 0.6
+    with pytest.raises(ValueError, match="latency_ms: expected at least about 0.2"):
+        cpnorm.shrink(model, x, latency_ms=0.201)
+
+
+def test_fine_tuning_is_the_users_and_its_result_is_factorised() -> None:
+    model, x, seen = network(), images(), []
+
+    def finetune(canonical: nn.Module) -> None:
+        assert canonical.training
+        assert cpnorm.canonical_layers(canonical)
+        seen.append(canonical)
+        with torch.no_grad():
+            canonical[5].bias += 1.0
+
+    small = cpnorm.shrink(model, x, parameters=0.3, finetune=finetune)
+    assert seen == [small.canonical]
+    assert not small.model.training
+    torch.testing.assert_close(small.model(x).mean(), model(x).mean() + 1, rtol=0, atol=0.02)
+    assert "fine-tuned" in str(small.report)
+
+
+def test_progress_is_told_and_the_report_prints() -> None:
+    told: list[tuple[str, int, int]] = []
+    model = nn.Sequential(network(), nn.LSTM(24, 8))
+    small = cpnorm.shrink(model, images(), parameters=0.6, skip="0.0", progress=lambda *what: told.append(what))
+    assert ("cutting", 0, 1) in told
+    assert told[-1] == ("done", 1, 1)
+    assert all(0 <= done <= total for _, done, total in told)
+    reasons = {each.name: each.reason for each in small.report.dense}
+    assert reasons == {
+        "0.0": "skip leaves it alone",
+        "1": "a recurrent layer: torch hands its packed weights to one kernel",
+    }
+    assert {layer.name for layer in small.report.layers} == {"0.2", "0.5"}
+    text = str(small)
+    assert "left dense:" in text
+    assert f"{weights(model):,}" in text
+    assert json.loads(json.dumps(small.report.to_json()))["parameters_after"] == weights(small.model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "exactly one budget"),
+        ({"parameters": 0.5, "flops": 0.5}, "got parameters, flops"),
+        ({"parameters": -1}, "parameters: expected a number > 0"),
+        ({"parameters": 1e9}, "parameters: expected less than the model's"),
+        ({"parameters": 0.01}, "parameters: expected at least"),
+        ({"accuracy_drop": 0.1}, "metric: accuracy needs a class index"),
+    ],
+)
+def test_budgets_that_cannot_be(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cpnorm.shrink(network(), images(), **options)
+
+
+def test_data_that_cannot_be() -> None:
+    with pytest.raises(TypeError, match="from_numpy"):
+        cpnorm.shrink(network(), [images().numpy()], parameters=0.5)
+    with pytest.raises(ValueError, match="at least one batch"):
+        cpnorm.shrink(network(), [], parameters=0.5)
+    with pytest.raises(ValueError, match="got 3 things"):
+        cpnorm.shrink(network(), [(images(), 1, 2)], parameters=0.5)
+    with pytest.raises(ValueError, match="has no linear or convolutional layer"):
+        cpnorm.shrink(nn.Sequential(nn.LSTM(4, 4)), torch.randn(3, 4), parameters=0.5)
+
+
+def test_a_form_that_computes_something_else_is_an_error() -> None:
+    model, x = network(), images()
+    job = shrinking._Job(model, as_batches(x), x[:1], None, lambda *_: None)
+    other = copy.deepcopy(model)
+    assert job.verify(other, model) == 0
+    with torch.no_grad():
+        other[5].bias += 0.5
+    with pytest.raises(RuntimeError, match="computes something else"):
+        job.verify(other, model)
+    assert relative_error([(torch.zeros(3), torch.ones(3))]) == 1.0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    model, x = network().cuda(), images()
+    small = cpnorm.shrink(model, x, parameters=0.3)  # the data stay where they are
+    assert small.report.output_error < 0.02
+    assert all(p.is_cuda for p in small.model.parameters())
+    assert "cpu" not in small.report.device
