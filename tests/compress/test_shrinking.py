@@ -189,7 +189,7 @@ def test_time_is_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shrinking._Job, "forms", lambda self, cut, budget: forms(self, cut, "flops"))
     small = cpnorm.shrink(model, x, latency_ms=0.6)
     assert 0.5 < small.report.milliseconds_after <= 0.6
-    with pytest.raises(ValueError, match="latency_ms: expected at least about 0.2"):
+    with pytest.raises(ValueError, match="latency_ms: expected at least about"):
         cpnorm.shrink(model, x, latency_ms=0.201)
 
 

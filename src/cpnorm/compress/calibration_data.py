@@ -20,8 +20,8 @@ def as_batches(data: Any, samples: int | None = None) -> list[Batch]:
 
     Args:
         data: a DataLoader or another iterable of batches, one tensor of inputs, or one batch as a tuple or mapping. A
-            batch is a tensor of inputs, (inputs, targets), (inputs,), or a mapping of keyword arguments, whose "labels",
-            if there are any, are the targets as well.
+            batch is a tensor of inputs, (inputs, targets), (inputs,), or a mapping of keyword arguments, whose
+            "labels", if there are any, are the targets as well.
         samples: stop with the batch that makes this many samples full.
     """
     if isinstance(data, Tensor | Mapping) or (isinstance(data, tuple) and data and isinstance(data[0], Tensor)):
@@ -99,7 +99,7 @@ def accuracy(outputs: Any, targets: Any) -> float:
 
 @torch.no_grad()
 def relative_error(pairs: Iterable[tuple[Any, Any]]) -> float:
-    """Return ||y - wanted|| / ||wanted|| over all pairs of outputs (y, wanted); positions that are not finite are out."""
+    """Return ||y - wanted|| / ||wanted|| over all pairs of outputs (y, wanted), where these are finite."""
     error = size = 0.0
     for outputs, expected in pairs:
         for y, wanted in zip(tensors_of(outputs), tensors_of(expected), strict=True):

@@ -21,7 +21,7 @@ from cpnorm.compress.probe import Batch
 from cpnorm.compress.shrink_report import DenseLayer, ShrinkReport, ShrunkLayer
 from cpnorm.compress.truncation import truncate
 from cpnorm.deploy.factorization import Factorization, choose_forms
-from cpnorm.deploy.timing import race
+from cpnorm.deploy.timing import fastest
 from cpnorm.nn.convert import Skip, canonical_layers, canonical_norm, fold
 from cpnorm.nn.coverage import dense_reasons, unpack_layers
 from cpnorm.nn.layers import count_parameters
@@ -74,8 +74,8 @@ def shrink(
 
     Args:
         model: a trained network of any making; what of it stays dense, and why, is in the report.
-        data: a few hundred typical inputs: a DataLoader of inputs or (inputs, targets), a tensor, or batches as tensors,
-            tuples or mappings of keyword arguments. Targets are only looked at by ``metric``.
+        data: a few hundred typical inputs: a DataLoader of inputs or (inputs, targets), a tensor, or batches as
+            tensors, tuples or mappings of keyword arguments. Targets are only looked at by ``metric``.
         parameters: how many the result may have: a share of the given model's (0.1), or a number.
         flops: what one pass over the example input may cost: a share, or a number.
         latency_ms: milliseconds one pass over the example input may take, measured on the model's device.
@@ -169,8 +169,8 @@ class _Job:
             except ValueError as error:
                 raise ValueError(f"{error}; dense are: {reasons}" if reasons else str(error)) from error
         # Layers whose weights other code reads cannot become several: cutting them would gain nothing.
-        for name, form in choose_forms(twin, self.example, measure=False, goal="weights").layers.items():
-            if form.form == "dense" and form.reason != "fewest weights":
+        for name, form in choose_forms(twin, self.example, measure=False, goal="parameters").layers.items():
+            if form.form == "dense" and form.reason != "fewest parameters":
                 fold(twin.get_submodule(name))
                 reasons[name] = form.reason
         if not canonical_layers(twin):
@@ -194,8 +194,8 @@ class _Job:
             raise ValueError(f"{budget}: expected less than the model's {before:,}, got {amount:g}")
         if budget == "parameters" and limit < (least := self._least_parameters(exact)):
             raise ValueError(
-                f"parameters: expected at least {least:,} ({100 * least / before:.3g} % of {before:,}), which leave one "
-                f"term in each of {len(canonical_layers(exact))} layers and all other parameters, got {amount:g}"
+                f"parameters: expected at least {least:,} ({100 * least / before:.3g} % of {before:,}), which leave "
+                f"one term in each of {len(canonical_layers(exact))} layers and all other parameters, got {amount:g}"
             )
         target = limit
         for attempt in range(ATTEMPTS):
@@ -245,7 +245,7 @@ class _Job:
     def _by_latency(self, limit: float, exact: nn.Module) -> nn.Module:
         whole, low, high, share = flops_of(self.model, self.example), 0.0, 1.0, 0.0
         quickly = {"refit": "none", "data": self.batches[:1]}  # ranks are what matters for the time
-        fastest = math.inf
+        least = math.inf
         for probe in range(PROBES):
             self.tell("bisecting", probe, PROBES)
             middle, twin = (low + high) / 2, copy.deepcopy(exact)
@@ -255,7 +255,7 @@ class _Job:
                 low = middle
                 continue
             taken = self.milliseconds(self.forms(twin, "flops").apply(twin).eval())
-            fastest = min(fastest, taken)
+            least = min(least, taken)
             if taken <= limit:
                 low = share = middle
             else:
@@ -264,10 +264,10 @@ class _Job:
             twin = copy.deepcopy(exact)
             self.cut(twin, "flops", math.ceil(slack * share * whole))
             taken = self.milliseconds(self.forms(twin, "latency_ms").apply(twin).eval())
-            fastest = min(fastest, taken)
+            least = min(least, taken)
             if taken <= limit:
                 return twin
-        raise ValueError(f"latency_ms: expected at least about {fastest:.3g} ms, the least that a cut reaches here")
+        raise ValueError(f"latency_ms: expected at least about {least:.3g} ms, the least that a cut reaches here")
 
     def _least_parameters(self, exact: nn.Module) -> int:
         layers = canonical_layers(exact).values()
@@ -279,10 +279,10 @@ class _Job:
         """Return the forms that suit the budget: the fewest parameters, the least arithmetic or the least time."""
         if budget == "latency_ms":
             return choose_forms(cut, self.example)
-        choice = choose_forms(cut, self.example, measure=False, goal="weights")
+        choice = choose_forms(cut, self.example, measure=False, goal="parameters")
         if budget != "flops":
             return choice
-        least = {n: min(y.costs, key=lambda form: y.costs[form].flops) for n, y in choice.layers.items()}  # noqa: B023
+        least = {n: min(y.costs, key=lambda form: y.costs[form].flops) for n, y in choice.layers.items()}
         return choose_forms(cut, self.example, measure=False, forms=least)
 
     def verify(self, small: nn.Module, cut: nn.Module) -> float:
@@ -293,7 +293,7 @@ class _Job:
             if error <= ROUNDING:
                 return error
             wide = [copy.deepcopy(each).double() for each in (small, cut)]
-            in_double = relative_error([tuple(run(each, _double(inputs)) for each in wide)])  # type: ignore[list-item]
+            in_double = relative_error([tuple(run(each, _double(inputs)) for each in wide)])
         if in_double > EXACT:
             raise RuntimeError(
                 f"the factorised model computes something else: its outputs are {error:.2g} away, and {in_double:.2g} "
@@ -317,7 +317,7 @@ class _Job:
         """Return the time of one pass over the example of each model: of several in turns."""
         runs = {n: partial(_run, model, self.example) for n, model in enumerate(models)}
         with evaluating(self.model):
-            taken = [1e3 * seconds for seconds in race(runs, self.device).values()]
+            taken = [1e3 * seconds for seconds in fastest(runs, self.device).values()]
         return taken[0] if len(taken) == 1 else taken
 
     def report(
@@ -343,7 +343,7 @@ class _Job:
                 layer.modes,
                 layer.rank,
                 choice.layers[name].form,
-                math.prod(layer.modes) + (0 if layer.bias is None else layer.bias.numel()),  # type: ignore[operator, union-attr]
+                math.prod(layer.modes) + (0 if layer.bias is None else layer.bias.numel()),  # type: ignore[operator]
                 count_parameters(small.get_submodule(name)),
             )
             for name, layer in canonical_layers(cut).items()
@@ -400,9 +400,7 @@ def _run(model: nn.Module, example: Any) -> Any:
 
 
 def _double(inputs: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(
-        torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, inputs
-    )
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, inputs)
 
 
 def _device_name(device: torch.device) -> str:

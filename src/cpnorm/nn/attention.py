@@ -1,7 +1,7 @@
 """Rewrite nn.MultiheadAttention with one linear layer for each projection, so that these can be converted.
 
-The result is a ``torch.fx.GraphModule``: plain torch, whatever becomes of its linear layers. A graph has no branches (and
-is traced anew when it is unpickled), so that it is made for one way of calling the layer, and checks the others.
+The result is a ``torch.fx.GraphModule``: plain torch, whatever becomes of its linear layers. A graph has no branches,
+and is traced anew when it is unpickled, so that it is made for one way of calling the layer, and raises on others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +128,7 @@ def unpacked_attention(attention: nn.MultiheadAttention, usage: Usage) -> GraphM
     for name, value in about.items():
         setattr(root, name, value)
     module = GraphModule(root, _graph(attention, usage, tuple(about)), "UnpackedAttention")
-    return cast(GraphModule, module.train(attention.training))
+    return module.train(attention.training)
 
 
 def _packed(attention: nn.MultiheadAttention) -> tuple[list[Tensor], list[Tensor | None]]:

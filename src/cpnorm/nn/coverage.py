@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -18,8 +17,8 @@ def unpack_layers(model: nn.Module, example_input: Any) -> nn.Module:
     """Put plain linear layers in the place of layers that are linear under another name, and return the model.
 
     transformers' ``Conv1D`` becomes an ``nn.Linear``, and ``nn.MultiheadAttention`` a module with one for each of its
-    projections. The model computes the same, but for positions that a padding mask hides from nn.TransformerEncoder: its
-    fast path fills them with zeros.
+    projections. The model computes the same, but for positions that a padding mask hides from nn.TransformerEncoder:
+    its fast path fills them with zeros.
 
     Args:
         model: changed in place; copy it first to keep it.
