@@ -1,7 +1,8 @@
-"""The sets as a user meets them: lookup, content, splits, and the augmentation against one image at a time."""
+"""Data sets as a user meets them: lookup, content, splits, and the augmentation against one image at a time."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset
 
 from cpnorm.lab.data import images
+from cpnorm.lab.data.digests import WrongDataError, describe_change, describe_difference, require_official
 from cpnorm.lab.data.images import DataNotFoundError, ImageSet, augment, check, from_dataset, load, normalize
-from official_files import WRITERS, make
+from official_files import WRITERS, make, trust_any_content
 
 
 @pytest.fixture(autouse=True)
 def nothing_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """No test finds data of this machine, but for those that are about them."""
+    """No test finds the data of this machine, except those that are about them."""
     if request.node.get_closest_marker("data") is None:
         monkeypatch.delenv("CPNORM_DATA", raising=False)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -60,15 +62,29 @@ def test_missing_set_says_what_where_and_how(name: str, tmp_path: Path) -> None:
 
 def test_unknown_set() -> None:
     for read in (load, check):
-        with pytest.raises(ValueError, match="expected a data set among digits, mnist, cifar10, svhn, got 'imagenet'"):
+        with pytest.raises(ValueError, match="a data set among digits, mnist, cifar10, svhn, idx, got 'imagenet'"):
             read("imagenet")
+
+
+def test_files_in_the_folder_itself(tmp_path: Path) -> None:
+    """A folder with nothing but the four files is what people have who unpacked them by hand."""
+    WRITERS["idx"](tmp_path, make("mnist"))
+    for name in ("mnist", "idx"):
+        found = load(name, tmp_path)
+        assert (found.name, found.folder) == (name, tmp_path)
+        np.testing.assert_array_equal(found.test_images.numpy(), make("mnist")[1][0])
+    with pytest.raises(DataNotFoundError, match="--data-dir names the folder of the four files"):
+        load("idx", tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="there is no official one to compare it with"):
+        check("idx", tmp_path)
 
 
 # Content --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", images.NAMES)
-def test_what_every_set_is(name: str, tmp_path: Path) -> None:
+def test_what_every_set_is(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trust_any_content(monkeypatch)
     if name in WRITERS:
         WRITERS[name](tmp_path, make(name))
     images = load(name, tmp_path)
@@ -87,6 +103,27 @@ def test_check_tells_the_official_content_from_another(tmp_path: Path) -> None:
     assert not report.genuine
     assert (report.folder, report.train, report.test) == (tmp_path, 12, 10)
     assert check("digits").genuine
+
+
+def test_other_data_in_the_place_of_official_ones(tmp_path: Path) -> None:
+    WRITERS["mnist"](tmp_path, make("mnist"))
+    data = load("mnist", tmp_path)
+    with pytest.raises(WrongDataError, match=f"the mnist data in {tmp_path} are not the official ones: .*06b0d1f1"):
+        require_official(data)
+    assert describe_difference(data.to("cpu").split_validation(2)[0])  # a part of it is as wrong as the whole
+    require_official(load("digits"))
+    require_official(load("idx", tmp_path / "MNIST"))  # under no official name: whatever it is
+    require_official(dataclasses.replace(data, sha256=""))  # made in memory
+
+
+def test_data_are_compared_with_those_of_a_run(tmp_path: Path) -> None:
+    first, second = (tmp_path / "1", tmp_path / "2")
+    for seed, folder in enumerate((first, second)):
+        WRITERS["idx"](folder, make("idx", seed))
+    old, new = load("idx", first), load("idx", second)
+    assert describe_change(old, old.sha256) is None
+    assert describe_change(old, None) is None
+    assert f"the idx data in {second} are not those of the run" in (describe_change(new, old.sha256) or "")
 
 
 @pytest.mark.data

@@ -65,7 +65,7 @@ def check(
     from cpnorm.lab.data import images
 
     found = []
-    for name in names or images.NAMES:
+    for name in names or images.OFFICIAL:
         try:
             found.append(images.check(name, data_dir))
         except images.DataNotFoundError:
@@ -87,7 +87,7 @@ def where(data_dir: DataDir = None, as_json: Json = False) -> None:
 
     folders = images.data_folders(data_dir)
     places: dict[str, str | None] = {"digits": "scikit-learn"}
-    for name in images.NAMES[1:]:
+    for name in list(images.OFFICIAL)[1:]:
         try:
             places[name] = str(images.find(name, data_dir)[0])
         except images.DataNotFoundError:

@@ -1,4 +1,4 @@
-"""The official files from their public addresses: resumed where it broke off, checked, and only then in place."""
+"""Download the official files: resume broken downloads, verify checksums, and only then put files in place."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from cpnorm.lab.data import pretrained
-from cpnorm.lab.data.images import NAMES, data_folders, load
+from cpnorm.lab.data.digests import OFFICIAL
+from cpnorm.lab.data.images import data_folders, load
 from cpnorm.lab.data.official import LAYOUTS, plain_or_packed
 
-Progress = Callable[[str, int, int], None]  # file, bytes that are here, bytes of the file
+Progress = Callable[[str, int, int], None]  # file, bytes downloaded, bytes in total
 
 CHUNK = 2**18
 TIMEOUT = 60.0  # seconds without a byte
@@ -24,9 +25,9 @@ TIMEOUT = 60.0  # seconds without a byte
 
 @dataclass(frozen=True)
 class Remote:
-    """One file, as its publisher describes it."""
+    """One file as its publisher describes it."""
 
-    path: str  # below the data folder; its last part also below the address
+    path: str  # below the data folder; its last part is also the name below the address
     size: int
     md5: str
 
@@ -57,7 +58,7 @@ FILES = {
 
 
 class DownloadError(OSError):
-    """A file could not be had; the message says which, from where and why."""
+    """Raised where a download fails; the message names the file, the address and the reason."""
 
 
 def get(
@@ -77,15 +78,15 @@ def get(
         progress: called with the name of a file, the bytes that have arrived and the bytes in all.
         address: another place that has files of these names, such as a mirror.
     """
-    if name not in (*NAMES, *pretrained.NETWORKS):
-        known = f"a data set among {', '.join(NAMES)}, or weights among {', '.join(pretrained.NETWORKS)}"
+    if name not in (*OFFICIAL, *pretrained.NETWORKS):
+        known = f"a data set among {', '.join(OFFICIAL)}, or weights among {', '.join(pretrained.NETWORKS)}"
         raise ValueError(f"expected {known}, got {name!r}")
     folder = data_folders(data_dir)[0]
     remotes = FILES.get(name, ())  # the embedded digits have none
     if not any((folder / remote.path).exists() for remote in remotes):
         for layout in LAYOUTS.get(name, ()):  # unpacked, say, or in another of the official formats
             if layout.found_in(folder):
-                load(name, folder)  # what is there but damaged is an error that names the file
+                load(name, folder)  # a damaged file is an error that names it
                 return [plain_or_packed(folder / file) for file in layout.files]
     paths = []
     for remote in remotes:
@@ -98,7 +99,7 @@ def get(
 
 
 def download(url: str, target: Path, size: int, md5: str, progress: Progress) -> None:
-    """One file of known size and checksum; what has arrived is kept beside the target until all has, for next time."""
+    """Download one file of known size and checksum; an incomplete download is kept beside the target and resumed."""
     part = target.with_name(target.name + ".part")
     part.parent.mkdir(parents=True, exist_ok=True)
     arrived = _size(part)
@@ -109,13 +110,13 @@ def download(url: str, target: Path, size: int, md5: str, progress: Progress) ->
         except DownloadError:
             raise
         except HTTPError as error:
-            if error.code == 416:  # the file there is shorter than what is here: it can never be continued
+            if error.code == 416:  # the file on the server is shorter than the part: it can never be continued
                 part.unlink(missing_ok=True)
             raise DownloadError(f"{url}: the server answers {error.code} {error.reason}") from error
         except (OSError, HTTPException) as error:
             broken = error
         arrived = _size(part)
-        if arrived <= before:  # not a byte further: trying again could go on for ever
+        if arrived <= before:  # no progress: trying again might never end
             why = f": {getattr(broken, 'reason', broken)}" if broken else ", and no more came"
             raise DownloadError(f"{url}: got {arrived} of {size} bytes{why}; run it again to continue") from broken
     found = _md5(part)
@@ -126,7 +127,7 @@ def download(url: str, target: Path, size: int, md5: str, progress: Progress) ->
 
 
 def _continue(url: str, part: Path, size: int, progress: Callable[[int], None]) -> None:
-    """Append to ``part`` what it lacks; begin anew where the server cannot send a part of a file."""
+    """Append the rest of a file to ``part``; start again where the server cannot send a part of a file."""
     done = _size(part)
     with urlopen(Request(url, headers={"Range": f"bytes={done}-"} if done else {}), timeout=TIMEOUT) as response:
         if response.status != 206:

@@ -1,29 +1,29 @@
-"""The data sets as uint8 tensors on the training device, where normalisation, crop and flip happen in batch."""
+"""Data sets as uint8 tensors on the training device, where normalisation, crops and flips are done in batches."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import operator
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
+import platformdirs
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset
 
+from cpnorm.lab.data.digests import OFFICIAL, digest
 from cpnorm.lab.data.official import LAYOUTS, Layout, Split
 
 NAMES = ("digits", *LAYOUTS)
 
 CLASSES = {
-    **dict.fromkeys(("digits", "mnist", "svhn"), tuple("0123456789")),
+    **dict.fromkeys(("digits", "mnist", "svhn", "idx"), tuple("0123456789")),
     "cifar10": ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
 }
 STATISTICS = {  # mean and standard deviation per channel, in pixel values from 0 to 255
@@ -31,12 +31,7 @@ STATISTICS = {  # mean and standard deviation per channel, in pixel values from 
     "mnist": ((0.1307 * 255,), (0.3081 * 255,)),
     "cifar10": ((125.3, 123.0, 113.9), (63.0, 62.1, 66.7)),
     "svhn": ((111.6, 113.2, 120.6), (50.5, 51.3, 50.2)),
-}
-SHA256 = {  # of the pixels (N, H, W, C) and labels of the training set, then of the test set, all as bytes
-    "digits": "270629c761cdfa7e8a0321fd5bd4b859cfb061228d28b39869042f8b07f28250",
-    "mnist": "06b0d1f124c4e5fa796686ade41a9b778edacc8622f2195a352ef479ad44fc16",
-    "cifar10": "80387ddb9a0edf3fc4a964ee3770296169bb26a651050df20035579673099660",
-    "svhn": "4b22c697c68bcc68514f10e898db9bcf210a4220b2bdc86db8a51b2aa2e898a2",
+    "idx": ((127.5,), (127.5,)),  # whatever the images are: from -1 to 1
 }
 PADDING = 4  # pixels around an image before it is cropped to its old size
 
@@ -46,12 +41,12 @@ Augmentation = Literal["none", "crop", "crop-flip", "crop-cutout", "crop-flip-cu
 
 
 class DataNotFoundError(FileNotFoundError):
-    """A data set lies in none of the folders; the message says which files were looked for and how to get them."""
+    """Raised where no folder has a data set; the message says which files were looked for and how to get them."""
 
 
 @dataclass(frozen=True, eq=False)
 class ImageSet:
-    """A data set that is whole, in memory and on one device; mean and std are in pixel values.
+    """A whole data set in memory, on one device; mean and std are in pixel values.
 
     >>> digits = load("digits")
     >>> tuple(digits.train_images.shape), tuple(digits.test_images.shape)
@@ -66,9 +61,11 @@ class ImageSet:
     mean: tuple[float, ...]  # (C,)
     std: tuple[float, ...]
     classes: tuple[str, ...]
+    sha256: str = ""  # of the content, see digests.digest; "" where it was not computed
+    folder: Path | None = None  # that it was read from
 
     def to(self, device: torch.device | str) -> ImageSet:
-        """The same set on another device."""
+        """Return the same set on another device."""
         return dataclasses.replace(
             self,
             train_images=self.train_images.to(device),
@@ -78,7 +75,7 @@ class ImageSet:
         )
 
     def split_validation(self, count: int, seed: int = 0) -> tuple[ImageSet, Tensor, Tensor]:
-        """The set without ``count`` of its training images, and these images and labels: every class in proportion."""
+        """Hold out ``count`` training images, every class in proportion; return the rest, these images and labels."""
         labels = self.train_labels.cpu()
         if not 0 <= count < len(labels):
             raise ValueError(f"expected 0 to {len(labels) - 1} validation images of {self.name}, got {count}")
@@ -97,19 +94,24 @@ class ImageSet:
 
 
 def load(name: str, data_dir: str | Path | None = None) -> ImageSet:
-    """A data set by name, from the first folder that has it: ``data_dir``, ``$CPNORM_DATA``, the user's cache."""
+    """Return a data set by name from the first folder that has it: ``data_dir``, ``$CPNORM_DATA``, the user's cache.
+
+    ``"idx"`` is any set in MNIST's format, such as Fashion-MNIST: four idx files in the folder itself or in ``raw``.
+    """
+    folder = None
     if name == "digits":
         train, test = embedded_digits()
     else:
         folder, layout = find(name, data_dir)
         train, test = layout.read(folder)
-    train_images, train_labels, test_images, test_labels = map(torch.from_numpy, (*train, *test))
+    tensors = [torch.from_numpy(array) for array in (*train, *test)]
     mean, std = STATISTICS[name]
-    return ImageSet(name, train_images, train_labels, test_images, test_labels, mean, std, CLASSES[name])
+    sha256 = digest((tensors[0], tensors[1]), (tensors[2], tensors[3]))
+    return ImageSet(name, *tensors, mean, std, CLASSES[name], sha256, folder)
 
 
 def find(name: str, data_dir: str | Path | None = None) -> tuple[Path, Layout]:
-    """The folder that has the official files of a data set, and the way they lie in it."""
+    """Return the folder that has the files of a data set, and their layout in it."""
     if name not in LAYOUTS:
         raise ValueError(f"expected a data set among {', '.join(NAMES)}, got {name!r}")
     folders = data_folders(data_dir)
@@ -118,61 +120,49 @@ def find(name: str, data_dir: str | Path | None = None) -> tuple[Path, Layout]:
             if layout.found_in(folder):
                 return folder, layout
     files = " or ".join(", ".join(layout.files) for layout in LAYOUTS[name])
+    hint = f"get it with: cpnorm data get {name} --data-dir {folders[0]}"
+    if name == "idx":
+        hint = "--data-dir names the folder of the four files of a data set in MNIST's format"
     raise DataNotFoundError(
-        f"{name} was not found in {' or '.join(map(str, folders))}; looked for {files} (plain or .gz); "
-        f"get it with: cpnorm data get {name} --data-dir {folders[0]}"
+        f"{name} was not found in {' or '.join(map(str, folders))}; looked for {files} (plain or .gz); {hint}"
     )
 
 
 def data_folders(data_dir: str | Path | None = None) -> list[Path]:
-    """Where data are looked up, in this order; the first is also where they are downloaded to."""
+    """Return the folders in which data are looked up, in order; downloads go to the first."""
     given = [data_dir, os.environ.get("CPNORM_DATA")]
-    return [Path(folder).expanduser() for folder in given if folder] + [user_cache()]
-
-
-def user_cache() -> Path:
-    """The folder for data that can be had again, where this operating system keeps such things."""
-    home = Path.home()
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", home / "AppData" / "Local")) / "cpnorm" / "Cache"
-    if sys.platform == "darwin":
-        return home / "Library" / "Caches" / "cpnorm"
-    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "cpnorm"
+    return [Path(folder).expanduser() for folder in given if folder] + [platformdirs.user_cache_path("cpnorm", False)]
 
 
 @dataclass(frozen=True)
 class Check:
-    """What lies in the folder of a data set, and whether its pixels and labels are those of the official set."""
+    """The content of a data set's folder, and whether its pixels and labels are those of the official set."""
 
     name: str
     folder: Path | None  # None: embedded
-    files: tuple[str, ...]
     train: int
     test: int
     sha256: str
 
     @property
     def genuine(self) -> bool:
-        return self.sha256 == SHA256[self.name]
+        """Return True if every pixel and label is that of the official set."""
+        return self.sha256 == OFFICIAL.get(self.name)
 
 
 def check(name: str, data_dir: str | Path | None = None) -> Check:
     """Read a data set as ``load`` does and compare its content, whatever its packing, with the official one."""
-    images = load(name, data_dir)
-    digest = hashlib.sha256()
-    for pixels, labels in ((images.train_images, images.train_labels), (images.test_images, images.test_labels)):
-        digest.update(pixels.permute(0, 2, 3, 1).contiguous().numpy().data)
-        digest.update(labels.to(torch.uint8).numpy().data)
-    folder, layout = find(name, data_dir) if name in LAYOUTS else (None, None)
-    files = layout.files if layout else ()
-    return Check(name, folder, files, len(images.train_labels), len(images.test_labels), digest.hexdigest())
+    if name == "idx":
+        raise ValueError("idx is any data set in MNIST's format: there is no official one to compare it with")
+    data = load(name, data_dir)
+    return Check(name, data.folder, len(data.train_labels), len(data.test_labels), data.sha256)
 
 
 # Sets that need no official files -------------------------------------------------------------------------------------
 
 
 def embedded_digits() -> tuple[Split, Split]:
-    """scikit-learn's 1797 digits, scaled up from 8 x 8 to 28 x 28; every fifth image of a class is a test image."""
+    """Return scikit-learn's 1797 digits, scaled from 8 x 8 to 28 x 28; every fifth image of a class is for testing."""
     from sklearn.datasets import load_digits
 
     small, labels = load_digits(return_X_y=True)  # (N, 64) from 0 to 16
@@ -194,7 +184,7 @@ def from_dataset(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
 ) -> ImageSet:
-    """Any two datasets of (image, label) pairs, read once into memory; statistics not given are those of ``train``.
+    """Read two datasets of (image, label) pairs into memory; statistics not given are those of ``train``.
 
     An image is a PIL image, an array (H, W) or (H, W, C), or a tensor (H, W) or (C, H, W); bytes, or floats in [0, 1].
     """
@@ -213,7 +203,9 @@ def from_dataset(
     deviations = (weights @ values.square() - means.square()).clamp_min(0).sqrt()
     mean = means.tolist() if mean is None else mean
     std = [d or 1.0 for d in deviations.tolist()] if std is None else std  # a constant channel is only shifted
-    return ImageSet(name, train_images, train_labels, test_images, test_labels, tuple(mean), tuple(std), classes)
+    tensors = (train_images, train_labels, test_images, test_labels)
+    sha256 = digest(tensors[:2], tensors[2:])
+    return ImageSet(name, *tensors, tuple(mean), tuple(std), classes, sha256)
 
 
 def _stacked(dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:  # (N, C, H, W) uint8, (N,) int64
@@ -257,10 +249,10 @@ def normalize(
     std: Sequence[float],
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """(images - mean) / std per channel, in float32, then as ``dtype``."""
+    """Return (images - mean) / std per channel, computed in float32, as ``dtype``."""
 
     def per_channel(values: Sequence[float]) -> Tensor:  # (C, 1, 1)
-        # Filled on the device: a copy from the host would wait for it, and cannot be captured in a CUDA graph.
+        # Filled on the device: a copy from the host would synchronise, which a CUDA graph does not allow.
         return torch.stack([torch.full((1, 1), value, dtype=torch.float32, device=images.device) for value in values])
 
     return ((images - per_channel(mean)) / per_channel(std)).to(dtype)
@@ -272,7 +264,7 @@ def augment(images: Tensor, mode: Augmentation, generator: torch.Generator | Non
     The mode names what is done: "crop", "crop-flip", "crop-cutout", "crop-flip-cutout", or "none". The hole is a black
     square of 8 x 8 pixels whose centre lies anywhere in the image.
 
-    A fixed handful of kernels without a look at the values, so that it can be compiled and captured in a CUDA graph.
+    A few kernels that do not depend on the values, so that they can be compiled and recorded in a CUDA graph.
     """
     if mode not in get_args(Augmentation):
         raise ValueError(f"expected augmentation to be one of {', '.join(get_args(Augmentation))}, got {mode!r}")
