@@ -14,10 +14,10 @@ from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.paper.tables import Compression, Row, Table
 from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.runs import RunFolder
-from official_files import write_mnist
+from official_files import WRITERS
 
 TINY = Config(
-    model="lenet", data="mnist", rank=2, init="kaiming_normal", optimizer="adam", epochs=8, batch_size=64, modes=True
+    model="lenet", data="idx", rank=2, init="kaiming_normal", optimizer="adam", epochs=8, batch_size=64, modes=True
 )
 LONG = Row("tiny/long", "long", TINY, None)
 CUT = Row(
@@ -33,7 +33,7 @@ def write_data(folder: Path) -> None:
     """A few digits in MNIST's files: no epoch takes long."""
     digits = load("digits")
     images, labels = digits.train_images.numpy(), digits.train_labels.numpy()
-    write_mnist(folder, ((images[:128], labels[:128]), (images[128:160], labels[128:160])))
+    WRITERS["idx"](folder, ((images[:128], labels[:128]), (images[128:160], labels[128:160])))
 
 
 def use() -> None:

@@ -23,7 +23,7 @@ from cpnorm.lab.paper import beyond
 from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.training.compression import trained_network
 from cpnorm.lab.training.config import Config
-from cpnorm.lab.training.runs import RunFolder
+from cpnorm.lab.training.runs import RunError, RunFolder
 from cpnorm.lab.training.trainer import Options, Trainer
 from official_files import write_mnist
 
@@ -70,7 +70,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out, err = run("train", *SETTINGS, "--out", folder, "--tensorboard")
     assert out.startswith(f"{folder}: ")
     assert out.count("\n") == 1
-    assert 1 <= err.count("\n") <= 5  # without a terminal a line an epoch, or fewer
+    epochs = [line for line in err.splitlines() if line.startswith("epoch")]
+    assert 1 <= len(epochs) <= 5  # without a terminal a line an epoch, or fewer
+    assert "are not the official ones" in " ".join(err.split())
     assert "images/s" in err
     return folder
 
@@ -86,11 +88,37 @@ def test_train_evaluate_inspect(trained: Path, tmp_path: Path, capsys: pytest.Ca
     out, err = run("evaluate", trained, "--device", "cpu", "--json")
     assert json.loads(out)["test_accuracy"] == pytest.approx(record["final"], abs=1e-3)
     assert json.loads(out)["weights"] == record["weights"]
+    assert json.loads(out)["same_data"]
     assert err == ""
     assert main.main(["inspect", str(trained), "--json", "--plots", str(tmp_path)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {layer["name"]: layer["rank"] for layer in found["summary"]["layers"]} == RANKS
     assert all(Path(picture).stat().st_size > 1000 for picture in found["pictures"])
+
+
+def test_evaluate_remembers_the_data_and_notices_others(
+    trained: Path, images: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With no word on where the data are, those of the training are used; elsewhere there may be others."""
+    assert (RunFolder(trained).record() or {})["data_sha256"] == RunFolder(trained).data()["sha256"] == images.sha256
+    monkeypatch.delenv("CPNORM_DATA")
+    assert main.main(["evaluate", str(trained), "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["same_data"]
+    other = 255 - images.train_images.numpy(), images.train_labels.numpy()
+    write_mnist(tmp_path, (other, other))
+    for words in ([], ["--json"]):
+        assert main.main(["evaluate", str(trained), "--device", "cpu", "--data-dir", str(tmp_path), *words]) == 0
+    shown = capsys.readouterr()
+    assert f"the mnist data in {tmp_path} are not those of the run" in shown.err
+    assert json.loads(shown.out.splitlines()[-1])["same_data"] is False
+
+
+def test_a_run_does_not_go_on_with_other_data(images: ImageSet, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.keep_data(images)
+    folder.keep_data(images)
+    with pytest.raises(RunError, match=r"cannot go on: the mnist data in .* are not those of the run"):
+        folder.keep_data(dataclasses.replace(images, sha256="0" * 64))
 
 
 def test_a_finished_run_is_only_shown(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ import pytest
 from torch import Tensor
 
 import cpnorm
+from cpnorm.lab.data.digests import WrongDataError
 from cpnorm.lab.data.images import load
 from cpnorm.lab.paper import beyond, rank_tables, reproduce
 from cpnorm.lab.paper import tables as paper
@@ -29,11 +30,12 @@ from cpnorm.lab.training.compression import trained_network
 from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.runs import RunError, RunFolder
 from cpnorm.lab.training.trainer import Options, Stop
+from official_files import WRITERS, make
 from tiny_queue import write_data
 
 TINY = Config(
     model="lenet",
-    data="mnist",
+    data="idx",
     rank=dict.fromkeys(paper.paper_ranks("lenet"), 2),
     init="kaiming_normal",
     optimizer="adam",
@@ -414,3 +416,14 @@ def test_a_seed_that_is_no_number_is_named(tmp_path: Path) -> None:
     (tmp_path / "odd.jsonl").write_text('{"table": "tiny", "row": "tiny/base", "seed": [1]}\n')
     with pytest.raises(ValueError, match=r"odd.jsonl: expected the row and seed of a run"):
         Results(tmp_path).done()
+
+
+@pytest.mark.usefixtures("tiny")
+def test_other_data_than_the_official_ones_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = dataclasses.replace(BASE, config=TINY.replace(data="mnist"))
+    table = dataclasses.replace(TABLE, rows=(wrong,))
+    monkeypatch.setattr(reproduce, "all_tables", lambda: {"tiny": table})
+    WRITERS["mnist"](tmp_path, make("mnist"))
+    with pytest.raises(WrongDataError, match=r"the mnist data in .* are not the official ones"):
+        run(tmp_path, options=Options(data_dir=tmp_path))
+    assert not (tmp_path / "results/tiny.jsonl").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -170,11 +171,14 @@ def train(
     out = out or Path("runs", f"{config.data}-{config.model}-{config.norm}-{config.optimizer}", f"seed-{config.seed}")
 
     def start(folder: RunFolder, watch: Watch) -> Trainer:
+        from cpnorm.lab.data.digests import describe_difference
         from cpnorm.lab.data.images import load
         from cpnorm.lab.training.trainer import Options, Trainer
 
         options = Options(device, compile, checkpoint_every, data_dir)
         data, resumes = load(config.data, data_dir), folder.has_checkpoint()
+        if difference := describe_difference(data):
+            logging.getLogger("cpnorm.lab").warning(difference)
         return Trainer(config, data, options, progress=watch.preparing, resumes=resumes)
 
     log_to = said_yes(tensorboard=tensorboard, wandb=wandb, mlflow=mlflow)
@@ -247,6 +251,7 @@ def compress(
 @app.command()
 def evaluate(run: Run, data_dir: DataDir = None, device: Device = None, as_json: Json = False) -> None:
     """Loss and accuracy of a trained network on the test set."""
+    from cpnorm.lab.data.digests import describe_change
     from cpnorm.lab.data.images import load
     from cpnorm.lab.training.compression import trained_network
     from cpnorm.lab.training.runs import RunFolder
@@ -254,11 +259,16 @@ def evaluate(run: Run, data_dir: DataDir = None, device: Device = None, as_json:
 
     folder = RunFolder(run)
     config, model = folder.config(), trained_network(folder)
-    trainer = Trainer(config, load(config.data, data_dir), Options(device), model=model)
+    data, stored = load(config.data, data_dir or folder.data().get("folder")), folder.data().get("sha256")
+    change = describe_change(data, stored)
+    trainer = Trainer(config, data, Options(device), model=model)
     loss, accuracy = trainer.evaluate(trainer.data.test_images, trainer.data.test_labels)
     if as_json:
-        print_json({"run": str(run), "test_loss": loss, "test_accuracy": accuracy, "weights": trainer.weights})
+        found = {"run": str(run), "test_loss": loss, "test_accuracy": accuracy, "weights": trainer.weights}
+        print_json({**found, "data_sha256": data.sha256, "same_data": data.sha256 == stored if stored else None})
     else:
+        if change:
+            messages().print(f"cpnorm: {change}", markup=False, soft_wrap=True)
         images = f"{len(trainer.data.test_labels):,} test images of {config.data}"
         typer.echo(f"{accuracy:.2f} % of {images}, loss {loss:.4f}, {trainer.weights:,} weights")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import time
@@ -12,7 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 import cpnorm
+from cpnorm.lab.data.digests import require_official
 from cpnorm.lab.data.images import ImageSet, load
 from cpnorm.lab.paper import beyond
 from cpnorm.lab.paper import tables as paper
@@ -136,9 +138,7 @@ class Results:
     def append(self, line: dict[str, Any]) -> None:
         """Whole and once, whatever other processes do meanwhile."""
         path = self.folder / f"{line['table']}.jsonl"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with path.open("a+b", buffering=0) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with FileLock(self._claims() / f"{path.name}.lock"), path.open("a+b", buffering=0) as file:
             file.seek(0)
             content = file.read()
             there = [parse_object(text) for text in whole_lines(content) if text.strip()]
@@ -161,16 +161,21 @@ class Results:
     @contextmanager
     def claim(self, job: Job) -> Iterator[bool]:
         """Whether this process may run the job; others are kept from it until the end of the block or the process."""
+        again = "--again" if job.again else ""
+        lock = FileLock(self._claims() / f"{job.row.key.replace('/', '--')}--{job.seed}{again}")
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            yield False
+            return
+        with lock:
+            yield job.again or (job.row.key, job.seed) not in self.done()
+
+    def _claims(self) -> Path:
+        """Return the folder of the locks, which lie beside what they protect: opening a lock truncates its file."""
         claims = self.folder / ".claims"
         claims.mkdir(parents=True, exist_ok=True)
-        again = "--again" if job.again else ""
-        with (claims / f"{job.row.key.replace('/', '--')}--{job.seed}{again}").open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                yield False
-                return
-            yield job.again or (job.row.key, job.seed) not in self.done()
+        return claims
 
 
 # --- what is missing -------------------------------------------------------------------------------------------------
@@ -262,7 +267,9 @@ def reproduce(
         first = open_jobs[0]
         name = first.config.data
         group = [job for job in open_jobs if job.row is first.row or (mixed and job.config.data == name)][:at_once]
-        data[name] = data.get(name) or load(name, options.data_dir)
+        if name not in data:
+            data[name] = load(name, options.data_dir)
+            require_official(data[name])
         try:
             if not run_group(group, store, work, data[name], options, observers, stop, announce):
                 elsewhere.extend(group)

@@ -29,7 +29,7 @@ class Config:
 
     model: Literal["alexnet", "lenet", "resnet18", "resnet20", "resnet56", "vgg16"] = "alexnet"
     width: float = 1.0  # of every layer but the last, as a share of the paper's
-    data: Literal["cifar10", "svhn", "mnist", "digits"] = "cifar10"
+    data: Literal["cifar10", "svhn", "mnist", "digits", "idx"] = "cifar10"  # idx: any set in MNIST's format
     norm: Literal["none", "weight", "cp", "tai"] = "cp"
     init: Literal["exact", "power", "als", "kaiming_normal", "kaiming_uniform"] = "power"
     lambdas: Literal["decomposition", "ones", "normal"] = "decomposition"

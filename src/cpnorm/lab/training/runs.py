@@ -1,8 +1,7 @@
-"""A run's folder: config.json, environment.json, metrics.jsonl, checkpoint.pt, model.safetensors, record.json."""
+"""A run's folder: config, environment, data and record as JSON, metrics.jsonl, checkpoint.pt, model.safetensors."""
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import os
@@ -16,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch import nn
 
 import cpnorm
+from cpnorm.lab.data.digests import describe_change
+from cpnorm.lab.data.images import ImageSet
 from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.jsonfiles import read_lines, read_object, to_json
 
@@ -34,6 +36,7 @@ class InUseError(RunError):
 FILES = (
     "config.json",
     "environment.json",
+    "data.json",
     "checkpoint.pt",
     "metrics.jsonl",
     "cut.json",
@@ -57,14 +60,12 @@ class RunFolder:
         """Hold the folder for this process and this config; another of either is an error."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self / ".lock").open("a")
+            lock = FileLock(self / ".lock").acquire(blocking=False)
+        except Timeout as error:
+            raise InUseError(f"{self.path} is in use by another process") from error
         except OSError as error:
             raise RunError(f"cannot use {self.path} as a run folder: {error.strerror}") from error
         with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise InUseError(f"{self.path} is in use by another process") from error
             settings = {**config.to_json(), **({"compress": extra} if extra else {})}
             if (self / "config.json").exists():
                 self._check_same(settings)
@@ -96,6 +97,19 @@ class RunFolder:
             return Config.from_json(values)
         except ValueError as error:
             raise RunError(f"{self / 'config.json'}: {error}") from error
+
+    def keep_data(self, data: ImageSet) -> None:
+        """Store which data the run is trained on; raise a RunError where it began with others."""
+        if not data.sha256:
+            return
+        if change := describe_change(data, self.data().get("sha256")):
+            raise RunError(f"{self.path} cannot go on: {change}")
+        folder = None if data.folder is None else str(data.folder.resolve())
+        write_json(self / "data.json", {"name": data.name, "folder": folder, "sha256": data.sha256})
+
+    def data(self) -> dict[str, Any]:
+        """Return the name, the folder and the SHA-256 of the data of the run; empty where none were stored."""
+        return read_json(self / "data.json") if (self / "data.json").exists() else {}
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         """Everything needed to go on, bit for bit."""

@@ -245,6 +245,7 @@ class Trainer:
             "epochs": self.epoch,
             "seconds": round(self.seconds, 2),
             "precision": self.precision,  # what "auto" came to
+            "data_sha256": self.whole_data.sha256 or None,
             "step": self.step.mode,
             "curve": curve,
             "environment": environment(),
@@ -330,6 +331,8 @@ def drive(
     stop = Stop() if stop is None else stop  # one that nobody has stopped yet is false
     active: list[tuple[Trainer, RunFolder | None, Iterator[bool]]] = []
     for trainer, folder in runs:
+        if folder and trainer.rank == 0:
+            folder.keep_data(trainer.whole_data)
         if folder and (state := folder.load_checkpoint(trainer.device)) is not None:
             try:
                 trainer.load_state(state)
