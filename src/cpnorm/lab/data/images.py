@@ -104,10 +104,9 @@ def load(name: str, data_dir: str | Path | None = None) -> ImageSet:
     else:
         folder, layout = find(name, data_dir)
         train, test = layout.read(folder)
-    tensors = [torch.from_numpy(array) for array in (*train, *test)]
-    mean, std = STATISTICS[name]
-    sha256 = digest((tensors[0], tensors[1]), (tensors[2], tensors[3]))
-    return ImageSet(name, *tensors, mean, std, CLASSES[name], sha256, folder)
+    known = (torch.from_numpy(train[0]), torch.from_numpy(train[1]))
+    held = (torch.from_numpy(test[0]), torch.from_numpy(test[1]))
+    return ImageSet(name, *known, *held, *STATISTICS[name], CLASSES[name], digest(known, held), folder)
 
 
 def find(name: str, data_dir: str | Path | None = None) -> tuple[Path, Layout]:
