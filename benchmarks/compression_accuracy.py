@@ -1,0 +1,361 @@
+"""Claim: cpnorm compresses trained networks further than its peers at the same accuracy, without training and after it.
+
+Same network, same budget of parameters, same calibration images (the first 1,024 of the training set), same fine-tuning
+for every method. Accuracies are of the whole test set, of the last epoch, and nothing is chosen by them.
+
+    python benchmarks/compression_accuracy.py resnet56 --shares 0.5 0.33                 # published weights
+    python benchmarks/compression_accuracy.py resnet18 --device cuda --finetune 0.05     # trained here first
+    python benchmarks/compression_accuracy.py --plot results/networks/*.jsonl            # tables and the Pareto figure
+
+Records are lines of JSON, written as soon as they are known; what a file has already is not measured again. Networks
+and their compressed forms are kept in ``--work``, so that an interrupted command goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import compression_figure
+import cpnorm
+import timing
+from compressors import METHODS, parameters
+from cpnorm.lab.data import pretrained
+from cpnorm.lab.data.images import ImageSet, load
+from cpnorm.lab.training.evaluation import accuracy, calibration_batches, reestimate_batch_norm
+from cpnorm.lab.training.finetune import Recipe, finetune
+from cpnorm.lab.training.forward import use_arithmetic
+from cpnorm.lab.training.models import build
+from cpnorm.lab.training.networks import load_pretrained
+from cpnorm.lab.training.recipes import dense_recipe
+from cpnorm.lab.training.trainer import Options, Trainer
+
+SHARES = (0.5, 0.33, 0.2, 0.1, 0.05, 0.03, 0.02)
+PUBLISHED = {"resnet20": "resnet20-cifar10", "resnet56": "resnet56-cifar10"}
+HELD_OUT = 1024  # training images that decide whether batch-norm statistics are estimated anew
+SHARD = 15 * 2**20  # bytes of a file with dense weights
+SMALL = {"lr": 0.05, "batch_size": 128, "weight_decay": 5e-4}  # ResNet-20 and -56
+LARGE = {"lr": 0.1, "batch_size": 512, "weight_decay": 5e-4}  # ResNet-18 and VGG-16
+
+
+def main() -> None:
+    args = arguments()
+    if args.plot:
+        compression_figure.show(args.plot, args.figure)
+        return
+    torch.set_num_threads(args.threads)
+    torch.backends.cudnn.benchmark = args.device == "cuda"  # the same few shapes come thousands of times
+    run = Run(args)
+    run.dense_network()
+    for method in args.methods:
+        for share in args.shares:
+            run.compress(method, share)
+    if args.control:
+        run.finetune("dense", 1.0, run.network)
+    compression_figure.print_table([args.out])
+
+
+class Run:
+    """One network on one data set: its data, the records so far, and what is still to be measured."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.started = args, time.monotonic()
+        self.device = torch.device(args.device)
+        self.records = list(compression_figure.read([args.out])) if args.out.exists() else []
+        self.data = self._data()
+        self.calibration = calibration_batches(self.data, args.calibration)
+        held_out = slice(args.calibration, args.calibration + HELD_OUT)
+        images, labels = self.data.train_images[held_out], self.data.train_labels[held_out]
+        self.held_out = dataclasses.replace(self.data, test_images=images, test_labels=labels)
+        self.network = nn.Module()
+
+    def _data(self) -> ImageSet:
+        args, data = self.args, load(self.args.data, self.args.data_dir)
+        if args.network in PUBLISHED:
+            about = pretrained.NETWORKS[PUBLISHED[args.network]]
+            data = dataclasses.replace(data, mean=about.mean, std=about.std)
+        train, test = args.train_images, args.test_images
+        return dataclasses.replace(
+            data,
+            train_images=data.train_images[:train],
+            train_labels=data.train_labels[:train],
+            test_images=data.test_images[:test],
+            test_labels=data.test_labels[:test],
+        ).to(self.device)
+
+    # --- the dense network ---
+
+    def dense_network(self) -> None:
+        """Load the network from published weights or from an earlier command, or train it."""
+        args, trained = self.args, None
+        file = args.work / f"{args.network}-{args.data}-{args.network_seed}"
+        if args.network in PUBLISHED:
+            self.network = load_pretrained(PUBLISHED[args.network], args.data_dir, file=args.weights)
+        else:
+            self.network = build(args.network, 3, 10, 32, args.width)
+            if not list(args.work.glob(f"{file.name}.*.safetensors")):
+                trained = self._train(file)
+            self.network.load_state_dict(read_shards(file))
+        self.network = self.network.to(self.device, memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
+        use_arithmetic("fp32")  # whatever the training has used
+        self.accuracy = accuracy(self.network, self.data)
+        self.parameters = parameters(self.network)
+        self.flops = flops(self.network, self.calibration[0][0][:1])
+        if self._missing("dense", 1.0, None):
+            self._write({"method": "dense", "share": 1.0, "accuracy": self.accuracy, "training": trained}, self.network)
+
+    def _train(self, file: Path) -> dict[str, Any]:
+        args = self.args
+        config = dense_recipe(args.network, args.data, epochs=args.dense_epochs, seed=args.network_seed)
+        config = config.replace(width=args.width, batch_size=min(512, len(self.data.train_labels) // 4))
+        trainer = Trainer(config, self.data, Options(device=args.device))
+        with trainer.step.stream():
+            for epoch_done in trainer.run():
+                if epoch_done:
+                    line = trainer.history[-1]
+                    print(f"epoch {line['epoch']}: loss {line['loss']:.4f}, test {line['test_accuracy']:.2f} %, "
+                          f"{line['seconds']:.1f} s", flush=True)  # fmt: skip
+        self._synchronize()  # with the stream of the steps
+        write_shards(trainer.model, file)
+        record = trainer.record()
+        return {key: record[key] for key in ("config", "seconds", "precision", "curve") if key in record}
+
+    # --- compressing ---
+
+    def compress(self, method: str, share: float) -> None:
+        """Compress to a share of the parameters and record it; fine-tune where asked to."""
+        args = self.args
+        tunes = method in (args.finetune_methods or args.methods) and share in args.finetune
+        wanted = [seed for seed in args.seeds if tunes and self._missing(method, share, seed)]
+        if not wanted and not self._missing(method, share, None):
+            return
+        if self._out_of_time(f"{method} at {share:g}"):
+            return
+        cache = args.work / f"{args.network}-{args.data}-{args.network_seed}-{method}-{share:g}.pt"
+        try:
+            if cache.exists() and not self._missing(method, share, None):
+                model = torch.load(cache, map_location=self.device, weights_only=False)
+            else:
+                model = self._compressed(method, share, cache)
+        except (ImportError, ValueError, RuntimeError, torch.linalg.LinAlgError) as error:
+            traceback.print_exc()
+            reason = f"{type(error).__name__}: {error}"[:500]
+            self._write({"method": method, "share": share, "accuracy": None, "failed": reason}, None)
+            return
+        if wanted:
+            self.finetune(method, share, model)
+
+    def _compressed(self, method: str, share: float, cache: Path) -> nn.Module:
+        self._synchronize()
+        started = time.perf_counter()
+        model = METHODS[method](self.network, int(share * self.parameters), self.calibration).eval()
+        self._synchronize()
+        seconds = round(time.perf_counter() - started, 3)
+        refreshed = copy.deepcopy(model)
+        reestimate_batch_norm(refreshed, [images for images, _ in self.calibration])
+        held_out = [accuracy(each, self.held_out) for each in (model, refreshed)]
+        tested = [accuracy(each, self.data) for each in (model, refreshed)]
+        if held_out[1] > held_out[0]:
+            model = refreshed
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(model, cache)
+        found = {
+            "accuracy": tested[held_out[1] > held_out[0]],  # the better one on training images that were not looked at
+            "accuracy_as_cut": tested[0],
+            "accuracy_fresh_statistics": tested[1],  # of batch norm, from the calibration images
+            "held_out_accuracies": held_out,
+            "seconds": seconds,
+            "ranks": {name: layer.rank for name, layer in cpnorm.canonical_layers(model).items()},
+        }
+        self._write({"method": method, "share": share, **found}, model)
+        return model
+
+    # --- fine-tuning ---
+
+    def finetune(self, method: str, share: float, model: nn.Module) -> None:
+        """Fine-tune copies of a network, one for each seed, and record them."""
+        for seed in self.args.seeds:
+            if not self._missing(method, share, seed) or self._out_of_time(f"{method} at {share:g}, seed {seed}"):
+                continue
+            twin, recipe = copy.deepcopy(model), self._recipe(seed)
+            started = time.perf_counter()
+            history = finetune(twin, self.data, recipe, teacher=self.network, test_every=self.args.test_every)
+            seconds = time.perf_counter() - started
+            self._write(
+                {
+                    "method": method,
+                    "share": share,
+                    "seed": seed,
+                    "accuracy": history[-1]["test_accuracy"],
+                    "finetuning": {**recipe.to_json(), "teacher": "the dense network", "label": self.args.label},
+                    "curve": {key: [line.get(key) for line in history] for key in ("loss", "test_accuracy")},
+                    "seconds": round(seconds, 2),
+                },
+                twin,
+            )
+
+    def _recipe(self, seed: int) -> Recipe:
+        args = self.args
+        settings: dict[str, Any] = dict(SMALL if args.network in PUBLISHED else LARGE)
+        given = ("lr", "batch_size", "optimizer", "distillation", "temperature", "averaging", "weight_decay")
+        settings |= {name: getattr(args, name) for name in given if getattr(args, name) is not None}
+        if args.data == "svhn":
+            settings["augment"] = "crop"
+        settings["batch_size"] = min(settings["batch_size"], len(self.data.train_labels))
+        precision = "bf16" if self.device.type == "cuda" else "fp32"
+        return Recipe(epochs=args.epochs, precision=precision, seed=seed, **settings)  # type: ignore[arg-type]
+
+    # --- records ---
+
+    def _missing(self, method: str, share: float, seed: int | None) -> bool:
+        args = self.args
+        key = (
+            args.network,
+            args.data,
+            args.network_seed,
+            method,
+            share,
+            seed,
+            args.label if seed is not None else None,
+        )
+        return key not in {compression_figure.key(record) for record in self.records}
+
+    def _out_of_time(self, what: str) -> bool:
+        late = self.args.time_limit is not None and time.monotonic() - self.started > self.args.time_limit
+        if late:
+            print(f"out of time before {what}", flush=True)
+        return late
+
+    def _write(self, found: Mapping[str, Any], model: nn.Module | None) -> None:
+        args = self.args
+        record: dict[str, Any] = {
+            "benchmark": "compression_accuracy",
+            "network": args.network,
+            "data": args.data,
+            "network_seed": args.network_seed,
+            **found,
+            "dense_accuracy": self.accuracy,
+            "parameters": model and parameters(model),
+            "dense_parameters": self.parameters,
+            "flops": model and flops(model, self.calibration[0][0][:1]),
+            "dense_flops": self.flops,
+            "calibration_images": args.calibration,
+            "train_images": len(self.data.train_labels),
+            "test_images": len(self.data.test_labels),
+            "width": args.width,
+            "smoke": args.smoke,
+            "command": "python benchmarks/compression_accuracy.py " + " ".join(sys.argv[1:]),
+            "date": time.strftime("%Y-%m-%d"),
+            "commit": timing._commit(),
+            "machine": timing.machine(),
+        }
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with args.out.open("a") as file:
+            file.write(json.dumps(timing._rounded(record)) + "\n")
+        self.records.append(record)
+        print(compression_figure.line(record), flush=True)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+# --- counting and storing -------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def flops(model: nn.Module, image: Tensor) -> int:
+    """Return the FLOPs for one image (two for each multiplication with addition); canonical layers as small layers."""
+    plain = copy.deepcopy(model).eval()
+    if cpnorm.canonical_layers(plain):
+        plain = cpnorm.factorize(plain, image, goal="parameters", measure=False)
+    with FlopCounterMode(display=False) as counter:
+        plain(image)
+    return counter.get_total_flops()
+
+
+def write_shards(model: nn.Module, file: Path) -> None:
+    """Store a network in half precision, in files of bounded size."""
+    parts: list[dict[str, Tensor]] = [{}]
+    room = SHARD
+    for name, value in model.state_dict().items():
+        value = value.detach().cpu().contiguous()
+        value = value.half() if value.is_floating_point() else value
+        room -= value.nbytes
+        if room < 0 and parts[-1]:
+            parts, room = [*parts, {}], SHARD - value.nbytes
+        parts[-1][name] = value
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for number, part in enumerate(parts):
+        safetensors.torch.save_file(part, f"{file}.{number}.safetensors")
+
+
+def read_shards(file: Path) -> dict[str, Tensor]:
+    """Return what ``write_shards`` has stored, in single precision."""
+    found: Iterator[dict[str, Tensor]]
+    found = (safetensors.torch.load_file(part) for part in sorted(file.parent.glob(f"{file.name}.*.safetensors")))
+    return {k: v.float() if v.is_floating_point() else v for part in found for k, v in part.items()}
+
+
+# --- options --------------------------------------------------------------------------------------------------------
+
+
+def arguments() -> argparse.Namespace:
+    parser = timing.parser(__doc__, rounds=1)
+    add = parser.add_argument
+    add("network", nargs="?", choices=["resnet20", "resnet56", "resnet18", "vgg16"], default="resnet20")
+    add("--data", choices=["cifar10", "svhn"], default="cifar10")
+    add("--data-dir", type=Path, help="official files; else $CPNORM_DATA")
+    add("--weights", type=Path, help="published weights in a local file")
+    add("--out", type=Path, help="records; else results/networks/NETWORK-DATA.jsonl")
+    add("--work", type=Path, default=Path("runs/networks"), help="where networks are kept between commands")
+    add("--methods", nargs="*", choices=list(METHODS), default=list(METHODS))
+    add("--shares", nargs="*", type=float, default=list(SHARES), help="of the dense network's parameters")
+    add("--finetune", nargs="*", type=float, default=[], help="shares at which networks are fine-tuned")
+    add("--finetune-methods", nargs="*", choices=list(METHODS), default=[], help="else all of --methods")
+    add("--control", action="store_true", help="give the dense network the same fine-tuning")
+    add("--seeds", nargs="*", type=int, default=[0], help="of the fine-tuning")
+    add("--network-seed", type=int, default=0, help="of the dense network's training")
+    add("--epochs", type=float, default=20, help="of fine-tuning")
+    add("--dense-epochs", type=int, default=30)
+    add("--label", default="default", help="a name for these fine-tuning settings, to compare several")
+    add("--lr", type=float)
+    add("--batch-size", type=int)
+    add("--optimizer", choices=["sgd", "adamw"])
+    add("--distillation", type=float)
+    add("--temperature", type=float)
+    add("--averaging", type=float)
+    add("--weight-decay", type=float)
+    add("--test-every", type=int, default=5, help="epochs between two tests while fine-tuning")
+    add("--calibration", type=int, default=1024, help="training images that the methods may look at")
+    add("--train-images", type=int, help="only the first of them")
+    add("--test-images", type=int, help="only the first of them")
+    add("--width", type=float, default=1.0, help="of ResNet-18 and VGG-16")
+    add("--time-limit", type=float, help="seconds after which nothing new is begun")
+    add("--smoke", action="store_true", help="everything once, on few images and narrow networks: does it run?")
+    add("--plot", nargs="*", type=Path, help="only make the tables and the figure of these records")
+    add("--figure", type=Path, default=Path("docs/assets/compression_accuracy.png"))
+    args = parser.parse_args()
+    if args.smoke:
+        args.train_images, args.test_images, args.calibration = 256, 200, 64
+        args.width, args.epochs, args.dense_epochs = 0.125, 1, 1
+        args.shares, args.finetune = [0.5], args.finetune and [0.5]
+    args.out = args.out or Path("results/networks") / f"{args.network}-{args.data}.jsonl"
+    return args
+
+
+if __name__ == "__main__":
+    main()

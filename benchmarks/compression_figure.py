@@ -1,0 +1,156 @@
+"""Tables and the Pareto figure of compression_accuracy.py, from its records alone."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Record = Mapping[str, Any]
+COLOURS = {
+    "cpnorm": "#c1272d",
+    "cpnorm-outputs": "#e8787c",
+    "cpnorm-weights": "#f0b0b0",
+    "svd": "#4477aa",
+    "whitened-svd": "#66ccee",
+    "tucker2": "#228833",
+    "cp-als": "#ccbb44",
+    "tensorly-torch": "#aa3377",
+    "torch-pruning": "#777777",
+}
+
+
+def read(paths: Iterable[Path]) -> list[Record]:
+    """Return the records of these files, in their order; of two with one key the later counts."""
+    found: dict[tuple[Any, ...], Record] = {}
+    for path in paths:
+        for text in path.read_text().splitlines():
+            record = json.loads(text)
+            if record.get("benchmark") == "compression_accuracy":
+                found[key(record)] = record
+    return list(found.values())
+
+
+def key(record: Record) -> tuple[Any, ...]:
+    """Return what makes two records the same measurement."""
+    label = record["finetuning"]["label"] if "finetuning" in record else None
+    names = ("network", "data", "network_seed", "method", "share")
+    return (*(record[name] for name in names), record.get("seed"), label)
+
+
+def line(record: Record) -> str:
+    """Return a record in one line."""
+    if record.get("failed"):
+        return f"{record['network']} {record['method']} {100 * record['share']:g} %: failed, {record['failed']}"
+    how = f"fine-tuned ({record['finetuning']['label']}, seed {record['seed']})" if "finetuning" in record else "cut"
+    fresh, raw = record.get("accuracy_fresh_statistics"), record.get("accuracy_as_cut")
+    return (
+        f"{record['network']} {record['method']} {100 * record['share']:g} %, {how}: {record['accuracy']:.2f} %"
+        + (f" (as cut {raw:.2f}, with fresh statistics {fresh:.2f})" if fresh is not None else "")
+        + f" of {record['dense_accuracy']:.2f}, {record['parameters']:,} parameters"
+        + (f", {record['seconds']:.1f} s" if record.get("seconds") else "")
+    )
+
+
+def table(records: Sequence[Record]) -> list[str]:
+    """Return Markdown lines: one row for each network, method and share."""
+    rows: dict[tuple[Any, ...], dict[str, Any]] = defaultdict(lambda: {"tuned": defaultdict(list)})
+    for record in records:
+        row = rows[record["network"], record["data"], -record["share"], record["method"]]
+        if "finetuning" in record:
+            row["tuned"][record["finetuning"]["label"]].append(record["accuracy"])
+        else:
+            row["cut"] = record
+    lines = [
+        "| network | parameters left | method | not trained | as cut / fresh statistics "
+        "| fine-tuned | FLOPs left | time to compress |",
+        "|---|---:|---|---:|---:|---|---:|---:|",
+    ]
+    for (network, data, share, method), row in sorted(rows.items()):
+        cut = row.get("cut", {})
+        tuned = "; ".join(
+            f"{'' if label == 'default' else label + ' '}{_spread(values)}" for label, values in row["tuned"].items()
+        )
+        flops = f"{100 * cut['flops'] / cut['dense_flops']:.1f} %" if cut.get("flops") else "–"
+        lines.append(
+            f"| {network} {data} | {-100 * share:g} % | {method} | {_percent(cut.get('accuracy'))} "
+            f"| {_percent(cut.get('accuracy_as_cut'))} / {_percent(cut.get('accuracy_fresh_statistics'))} "
+            f"| {tuned or '–'} | {flops} "
+            f"| {_seconds(cut.get('seconds'))} |"
+        )
+    return lines
+
+
+def print_table(paths: Iterable[Path]) -> None:
+    """Print the table of these records."""
+    print("\n".join(table(read(path for path in paths if path.exists()))))
+
+
+def show(paths: Sequence[Path], figure: Path) -> None:
+    """Print the tables of these records and draw the figure."""
+    print_table(paths)
+    draw(read(paths), figure)
+    print(f"written to {figure}")
+
+
+def draw(records: Sequence[Record], path: Path) -> None:
+    """Draw accuracy against parameters and against FLOPs, one row for each network: lines cut, dots fine-tuned."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    networks = sorted({(record["network"], record["data"]) for record in records})
+    figure, axes = pyplot.subplots(
+        len(networks), 2, figsize=(11, 3.6 * len(networks)), squeeze=False, layout="constrained", sharey="row"
+    )
+    for (network, data), (left, right) in zip(networks, axes, strict=True):
+        here = [r for r in records if (r["network"], r["data"]) == (network, data) and r["accuracy"] is not None]
+        for axis, quantity in ((left, "parameters"), (right, "flops")):
+            _curves(axis, here, quantity)
+            axis.set_xscale("log")
+            axis.set_xlabel(f"{'FLOPs' if quantity == 'flops' else 'parameters'} left, % of dense")
+            axis.axhline(here[0]["dense_accuracy"], color="black", linewidth=0.8, linestyle=":")
+            axis.grid(alpha=0.3)
+        left.set_ylabel("test accuracy, %")
+        left.set_title(f"{network}, {data}", loc="left")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _curves(axis: Any, records: Sequence[Record], quantity: str) -> None:
+    for method, colour in COLOURS.items():
+        cut = sorted(
+            (100 * r[quantity] / r[f"dense_{quantity}"], r["accuracy"])
+            for r in records
+            if r["method"] == method and "finetuning" not in r and r[quantity]
+        )
+        tuned = [
+            (100 * r[quantity] / r[f"dense_{quantity}"], r["accuracy"])
+            for r in records
+            if r["method"] == method and "finetuning" in r and r["finetuning"]["label"] == "default"
+        ]
+        if cut:
+            axis.plot(*zip(*cut, strict=True), color=colour, marker=".", label=method, linewidth=1.2)
+        if tuned:
+            axis.scatter(*zip(*tuned, strict=True), facecolors="none", edgecolors=colour, s=36)
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _seconds(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f} s"
+
+
+def _spread(values: Sequence[float]) -> str:
+    if len(values) == 1:
+        return f"{values[0]:.2f}"
+    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f} ({len(values)})"
