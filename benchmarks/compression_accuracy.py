@@ -77,8 +77,7 @@ class Run:
         self.records = list(compression_figure.read([args.out])) if args.out.exists() else []
         self.data = self._data()
         self.calibration = calibration_batches(self.data, args.calibration)
-        held_out = slice(args.calibration, args.calibration + HELD_OUT)
-        images, labels = self.data.train_images[held_out], self.data.train_labels[held_out]
+        images, labels = self.data.train_images[-HELD_OUT:], self.data.train_labels[-HELD_OUT:]
         self.held_out = dataclasses.replace(self.data, test_images=images, test_labels=labels)
         self.network = nn.Module()
 
