@@ -193,7 +193,7 @@ def law_factorize(case: Case) -> None:
     """6. factorize gives torch's own layers with the same outputs, and leaves the layer and the global seed alone."""
     layer, x = canonical(case, rank=2, init="kaiming_normal"), case.input()
     before, kind, random = copy.deepcopy(layer.state_dict()), type(layer), torch.get_rng_state()
-    for goal, measure in product(("time", "weights"), (True, False)):
+    for goal, measure in product(("time", "parameters"), (True, False)):
         plain = cpnorm.factorize(layer, x, measure=measure, goal=goal)
         assert all(type(module).__module__.startswith("torch.") for module in plain.modules())
         close(plain(x), layer(x), 1e-12)

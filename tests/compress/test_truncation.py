@@ -314,7 +314,7 @@ def test_a_wrong_call_changes_nothing() -> None:
         ({"params": 10}, "expected params >= .*, which leave every layer one term, got 10"),
         ({"ranks": {"0": 28}}, "expected 1 <= rank <= 27, got 28 for 0"),
         ({"ranks": 0}, "expected rank >= 1, got 0 for 0"),
-        ({"ranks": {"1": 3}}, "ranks names layers that are not there to truncate: 1"),
+        ({"ranks": {"1": 3}}, "ranks: no canonical layer named '1'"),
         ({"rate": 0.5, "criterion": "size"}, "expected criterion to be one of lambda, gram, taylor, got 'size'"),
         ({"rate": 0.5, "refit": "all"}, "expected refit to be one of none, lambdas, als, outputs, got 'all'"),
         ({"rate": 0.5, "skip": "features"}, "skip names no module of Sequential: 'features'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import cpnorm
-from cpnorm.cp.tensor import CPTensor, aligned, dense_from_terms, khatri_rao, split_modes, unit_columns
+from cpnorm.cp.tensor import CPTensor, UnitTerms, aligned, dense_from_terms, khatri_rao, split_modes, unit_columns
+from laws import close
 
 SHAPES = [(5, 4), (6, 5, 3), (7, 4, 3, 2), (4, 3, 2, 3, 2), (3, 2, 2, 2, 2, 2), (1, 4, 1), (1, 1)]
 
@@ -254,3 +256,22 @@ def test_norm_and_fit_have_no_scale(scale: float) -> None:
 def test_the_norm_of_half_precision_is_not_infinite() -> None:
     dense = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)).half()
     assert cpnorm.cp_exact(dense).norm().item() == pytest.approx(dense.float().norm().item(), rel=0.01)
+
+
+def test_second_derivatives_of_unit_terms_are_those_of_the_division() -> None:
+    torch.manual_seed(0)
+    scales = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    units = [torch.nn.functional.normalize(torch.randn(n, 3, dtype=torch.float64), dim=0) for n in (4, 5)]
+    factors = [unit.requires_grad_() for unit in units]
+    probe = torch.randn(4, 5, dtype=torch.float64)
+
+    def second(terms: Callable[..., Sequence[Tensor]]) -> tuple[Tensor, ...]:
+        s, a, b = terms(scales, *factors)
+        loss = (((a * s) @ b.mT).sin() * probe).sum()
+        first = torch.autograd.grad(loss, [scales, *factors], create_graph=True)
+        penalty = sum(g.square().sum() for g in first)
+        return (*first, *torch.autograd.grad(penalty, [scales, *factors]))
+
+    expected = second(lambda s, *f: (s, *(x / x.norm(dim=0) for x in f)))
+    for got, want in zip(second(UnitTerms.apply), expected, strict=True):
+        close(got, want, 1e-10)

@@ -136,6 +136,70 @@ def test_attention_works() -> None:
     close(layer(x), expected, 1e-5)
 
 
+def test_a_tied_or_parametrized_layer_stays_dense_and_the_rest_is_converted() -> None:
+    body, head, tokens = nn.Linear(4, 4), nn.Linear(4, 7, bias=False), torch.arange(7)
+    model = nn.Sequential(nn.Embedding(7, 4), body, nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), head)
+    head.weight = model[0].weight
+    expected = model(tokens)
+    with pytest.warns(
+        UserWarning, match=r"leaves layers dense.*2 \(.*parametrization.*3 \(its weight is also that of 0"
+    ):
+        cpnorm.canonical_norm(model)
+    assert list(cpnorm.canonical_layers(model)) == ["1"]
+    assert head.weight is model[0].weight
+    close(model(tokens), expected, 1e-5)
+    cpnorm.canonical_norm(cpnorm.fold(model), skip=["2", "3"])  # said so, there is nothing to warn of
+    assert cpnorm.ranks_for_budget(cpnorm.fold(model), params=90, skip="2") == {"1": 3}
+
+
+OWN_NAMES = ("modes", "path", "sigma", "rank", "lambdas", "factors", "plan", "cp", "_form", "replace_terms")
+
+
+class WithBuffer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("sigma", torch.ones(3))
+
+
+class Stubborn(nn.Linear):
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "sigma":
+            raise AttributeError("no sigma here")
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("name", OWN_NAMES)
+def test_a_user_s_own_attributes_are_kept(name: str) -> None:
+    model, own = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), object()
+    setattr(model[1], name, own)
+    model[0].note = own
+    with pytest.warns(UserWarning, match=f"1 \\(its own attribute '{name}' has a name that canonical layers use\\)"):
+        cpnorm.canonical_norm(model)
+    assert list(cpnorm.canonical_layers(model)) == ["0", "2"]
+    assert getattr(model[1], name) is own
+    cpnorm.fold(model)
+    assert getattr(model[1], name) is model[0].note is own
+
+
+@pytest.mark.filterwarnings("ignore:canonical_norm leaves layers dense")
+@pytest.mark.parametrize("kind", [WithBuffer, lambda: Stubborn(4, 4)], ids=["buffer", "setattr"])
+def test_a_subclass_that_uses_such_a_name_stays_as_it_is(kind) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), kind(), nn.Linear(4, 4)), torch.randn(2, 4)
+    expected, keys = model(x), set(model[1].state_dict())
+    cpnorm.canonical_norm(model)
+    assert list(cpnorm.canonical_layers(model)) == ["0", "2"]
+    assert set(model[1].state_dict()) == keys
+    close(model(x), expected, 1e-5)
+
+
+def test_nothing_of_ours_is_left_after_fold() -> None:
+    plain = nn.Conv2d(3, 4, 3)
+    before = set(vars(plain))
+    canonical = set(vars(cpnorm.canonical_norm(plain)))
+    assert canonical - before <= {"_form", "columns_are_unit", "ahead"}
+    assert set(vars(cpnorm.fold(plain))) == before
+
+
 def embedding_tied() -> nn.Module:
     model = nn.ModuleDict({"embed": nn.Embedding(7, 4), "head": nn.Linear(4, 7, bias=False)})
     model["head"].weight = model["embed"].weight
@@ -154,9 +218,9 @@ REFUSED = {
     "negative rank in a mapping": (network, {"rank": {"2": -1}}, "expected rank >= 1, got -1 for 2"),
     "fraction": (network, {"rank": 1.5}, "expected 0 < rank fraction <= 1, got 1.5"),
     "rank word": (network, {"rank": "full"}, "expected a number or 'exact' as rank, got 'full'"),
-    "unknown layer": (network, {"rank": {"conv": 3}}, "rank names layers that are not there to convert: conv"),
-    "a number as a name": (network, {"rank": {0: 3}}, "rank names layers that are not there to convert: 0"),
-    "unknown modes": (network, {"modes": {"9": (1, 2)}}, "modes names layers"),
+    "unknown layer": (network, {"rank": {"conv": 3}}, "rank: no convertible layer named 'conv'"),
+    "a number as a name": (network, {"rank": {0: 3}}, "rank: no convertible layer named 0; did you mean '0'?"),
+    "unknown modes": (network, {"modes": {"9": (1, 2)}}, "modes: no convertible layer named '9'"),
     "modes of a conv": (network, {"modes": {"0": (8, 27)}}, "expected modes of a linear layer"),
     "modes product": (network, {"modes": {"4": (10, 4, 4, 5)}}, "expected modes with product 640"),
     "modes prefix": (network, {"modes": {"4": (4, 16, 10)}}, "outputs first"),
@@ -167,11 +231,20 @@ REFUSED = {
     "already canonical": (lambda: cpnorm.canonical_norm(network()), {}, "is canonical already"),
     "lazy": (lambda: nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)), {}, "lazy 1: run the model once"),
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)), {}, "parametrization"),
-    "complex": (lambda: nn.Conv2d(2, 2, 3, dtype=torch.complex64), {}, "expected a floating-point weight"),
+    "complex": (
+        lambda: nn.Conv2d(2, 2, 3, dtype=torch.complex64),
+        {},
+        "torch.complex64, not floating-point",
+    ),
     "meta": (lambda: nn.Linear(3, 2, device="meta"), {}, "meta device"),
     "nan": (lambda: with_bad_weight(float("nan")), {}, "NaN or infinity in 2 with weight"),
     "infinite": (lambda: with_bad_weight(float("inf")), {}, "NaN or infinity in 2 with weight"),
-    "tied to an embedding": (embedding_tied, {}, "is also that of embed: skip or untie them"),
+    "tied to an embedding": (embedding_tied, {}, "head: its weight is also that of embed, which stays dense"),
+    "rank of a tied layer": (
+        embedding_tied,
+        {"rank": {"head": 2}},
+        "rank: layer 'head' stays dense, because",
+    ),
 }
 
 
@@ -229,7 +302,7 @@ def test_fold_brings_the_class_back():
 def test_a_parametrized_bias_is_in_the_way():
     layer = nn.Linear(4, 3)
     parametrize.register_parametrization(layer, "bias", Twice())
-    with pytest.raises(ValueError, match="parametrization"):
+    with pytest.raises(ValueError, match="carries a parametrization"):
         cpnorm.canonical_norm(layer)
 
 
@@ -299,7 +372,7 @@ def test_pruned_and_parametrized_lambdas_are_refused() -> None:
         x, keys = torch.randn(2, 8), list(model.state_dict())
         expected = model(x)
         for act in (cpnorm.fold, lambda model: cpnorm.truncate(model, rate=0.5)):
-            with pytest.raises(ValueError, match="got pruned or parametrized in 1"):
+            with pytest.raises(ValueError, match="layer '1' has pruned or parametrized factors; remove"):
                 act(model)
         assert list(model.state_dict()) == keys
         assert torch.equal(model(x), expected)
@@ -365,9 +438,9 @@ def test_what_fold_would_lose_stops_it() -> None:
 def test_pruned_factors_and_biases_are_refused() -> None:
     model = cpnorm.canonical_norm(nn.Sequential(nn.Linear(8, 4)))
     prune.l1_unstructured(model[0].factors, "0", 0.5)
-    with pytest.raises(ValueError, match="expected terms as they are, got pruned or parametrized in 0"):
+    with pytest.raises(ValueError, match="layer '0' has pruned or parametrized factors; remove the pruning first"):
         cpnorm.truncate(model, rate=0.5)
     plain = nn.Sequential(nn.Linear(8, 4))
     prune.l1_unstructured(plain[0], "bias", 0.5)
-    with pytest.raises(ValueError, match="expected a plain weight and bias, got one with a parametrization in 0"):
+    with pytest.raises(ValueError, match="layer to convert; 0: its weight or bias carries a param"):
         cpnorm.canonical_norm(plain)

@@ -93,8 +93,14 @@ class UnitTerms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale_gradient: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
-        """Minus the radial part."""
+        """Return the gradients less their radial parts."""
         scales, *factors = ctx.saved_tensors
+        # With create_graph=True the norms are differentiated, too; and what is computed from first derivatives is not
+        # linear in each vector of a term, so that the shortcut does not hold for its gradients.
+        ctx.differentiated_twice = torch.is_grad_enabled() or getattr(ctx, "differentiated_twice", False)
+        if ctx.differentiated_twice:
+            units = [(f * inverse_norms(f), inverse_norms(f)) for f in factors]
+            return scale_gradient, *((g - u * (u * g).sum(0)) * n for g, (u, n) in zip(gradients, units, strict=True))
         radial = scales * scale_gradient
         parts = (torch.addcmul(g, f, radial, value=-1) for g, f in zip(gradients, factors, strict=True))
         return scale_gradient, *parts

@@ -1,10 +1,12 @@
-"""Whole models into canonical form and back: canonical_norm, renormalize, fold."""
+"""Whole models into canonical form and back: canonical_norm and fold."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TypeVar, cast
 
@@ -16,7 +18,7 @@ from torch.nn.utils import parametrize
 from cpnorm._checks import check_generator, check_int, check_model, check_type, is_number
 from cpnorm.cp.decompose import exact_rank
 from cpnorm.cp.tensor import CPTensor
-from cpnorm.nn.layers import CANONICAL_TYPES, CPLayer, check_options, initial_form, tie_key
+from cpnorm.nn.layers import CANONICAL_TYPES, RESERVED, CPLayer, check_options, initial_form, tie_key
 
 Module = TypeVar("Module", bound=nn.Module)
 Rank = int | float | str
@@ -41,17 +43,18 @@ def canonical_norm(
 
     The layers change in place (their class becomes CPLinear, CPConv2d, ...), so hooks and references stay, and the
     model is returned. Subclasses that compute in a way of their own, or have methods or attributes of their own, are
-    left alone. All layers are converted, or none.
+    left alone. A layer whose weight is shared with an embedding, or that carries a parametrization, stays dense with a
+    warning. On an error no layer is converted.
 
     Args:
         model: a layer or a model.
         rank: number of terms; a fraction of the exact rank; "exact"; or a mapping from layer names to these, where
             layers not named get "exact". A number given for a whole model is capped at each layer's exact rank;
             for one layer, or in a mapping, it may be higher.
-        init: "exact" (slice SVD: instant, loses nothing), "power" (the paper's greedy power method), "als", or
+        init: "exact" (slice SVD: fast and lossless), "power" (the paper's greedy power method), "als", or
             "kaiming_normal" / "kaiming_uniform" (random vectors, at the old weight's norm).
         lambdas: "decomposition" (what the init found), "ones" or "normal" (drawn from N(0, 1)), both with sigma = 1.
-        skip: layers to leave alone: names, patterns such as "features.*", or types.
+        skip: layers to leave dense: names, patterns such as "features.*", or types.
         modes: finer shapes for linear weights: {"classifier.1": (1024, 256, 4, 4)} for one that follows a flatten.
         generator: source of all randomness.
         progress: called with (layer name, layers done, layers in all).
@@ -63,11 +66,19 @@ def canonical_norm(
     check_options(init, lambdas)
     check_generator(generator)
     check_type(modes, (Mapping, type(None)), "a mapping from layer names to shapes as modes")
-    layers = convertible_layers(model, skip)
+    layers, reasons = examine_layers(model, skip)
+    for option, named in (("rank", rank), ("modes", modes)):
+        for name in named if isinstance(named, Mapping) else ():
+            if name in reasons:
+                raise ValueError(f"{option}: layer {name!r} stays dense, because {reasons[name]}")
     rank = spread_over_tied("rank", rank, layers, "convert") if isinstance(rank, Mapping) else rank
     modes = spread_over_tied("modes", modes or {}, layers, "convert")
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no linear or convolutional layer to convert")
+        why = "".join(f"; {_title(name)}: {reason}" for name, reason in reasons.items())
+        raise ValueError(f"{type(model).__name__} has no linear or convolutional layer to convert{why}")
+    if reasons:
+        which = "; ".join(f"{name} ({reason})" for name, reason in reasons.items())
+        warnings.warn(f"canonical_norm leaves layers dense; name them in skip= to say so: {which}", stacklevel=2)
 
     forms: dict[int, CPTensor] = {}  # by the id of the weight: tied layers share one
     for done, (name, layer) in enumerate(layers.items()):
@@ -89,13 +100,12 @@ def canonical_norm(
     for layer in layers.values():
         key = id(layer.weight)
         canonical = become_canonical(layer, forms[key])
-        twin = first.setdefault(key, canonical)
-        canonical.share_terms(twin)
+        canonical.share_terms(first.setdefault(key, canonical))
     return model
 
 
 def canonical_layers(model: nn.Module) -> dict[str, CPLayer]:
-    """The canonical layers of a model by name, in order; tied ones once."""
+    """Return the canonical layers of a model by name, in order; of tied layers the first."""
     check_model(model)
     found: dict[str, CPLayer] = {}
     seen: set[int] = set()
@@ -106,7 +116,8 @@ def canonical_layers(model: nn.Module) -> dict[str, CPLayer]:
                 not {"sigma", "lambdas"} <= module._parameters.keys()
                 or not factors <= module.factors._parameters.keys()
             ):
-                raise ValueError(f"expected terms as they are, got pruned or parametrized in {_title(name)}")
+                what = f"layer {name!r}" if name else "the layer"
+                raise ValueError(f"{what} has pruned or parametrized factors; remove the pruning first")
             if tie_key(module) not in seen:
                 seen.add(tie_key(module))
                 found[name] = module
@@ -114,25 +125,25 @@ def canonical_layers(model: nn.Module) -> dict[str, CPLayer]:
 
 
 def including_tied(model: nn.Module, layers: Mapping[str, CPLayer]) -> dict[str, CPLayer]:
-    """These canonical layers of a model, and all that share their terms."""
+    """Return these canonical layers of a model, and all others that share their terms."""
     own = {tie_key(layer) for layer in layers.values()}
     return {name: m for name, m in model.named_modules() if isinstance(m, CPLayer) and tie_key(m) in own}
 
 
 @torch.inference_mode(False)
 def fold(model: Module) -> Module:
-    """Turn canonical layers back into plain dense ones, in place, with the same outputs; the model is returned."""
-    check_not_sharded(model)
-    canonical_layers(model)  # which is an error where something stands in the way
+    """Turn canonical layers back into plain dense ones, in place, and return the model; it computes the same."""
+    check_not_sharded(model, "fold")
+    canonical_layers(model)  # which raises for pruned or parametrized ones
     layers = [module for module in model.modules() if isinstance(module, CPLayer)]
     for name, module in model.named_modules():
         if isinstance(module, CPLayer):
             if "bias" not in module._parameters:
                 raise ValueError(f"expected a plain bias, got a pruned or parametrized one in {_title(name)}")
             if "forward" in module.__dict__:
-                raise ValueError(f"expected the layer's own forward, got another in {_title(name)}: take it off first")
+                raise ValueError(f"expected the layer's own forward, got another in {_title(name)}: remove it first")
     tied: dict[int, nn.Parameter] = {}
-    for module in layers:  # all that takes memory first: if there is not enough of it, the model stays as it was
+    for module in layers:  # everything that takes memory first: if there is too little, the model stays as it was
         if (key := tie_key(module)) not in tied:
             kind = module.lambdas.device.type
             with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
@@ -140,40 +151,57 @@ def fold(model: Module) -> Module:
             tied[key] = nn.Parameter(dense, requires_grad=module.lambdas.requires_grad)
     for module in layers:
         key = tie_key(module)
-        for name in ("sigma", "lambdas"):
-            del module._parameters[name]
-        del module._modules["factors"]
-        del module.modes, module.path, module.columns_are_unit, module.ahead
+        held = {name: p for name, p in module._parameters.items() if name not in ("sigma", "lambdas")}
+        rest = {name: child for name, child in module._modules.items() if name != "factors"}
+        module._parameters, module._modules = held, rest  # new ones: a shallow copy of the layer keeps its own
+        folds_to = module._form.folds_to
+        del module._form, module.columns_are_unit, module.ahead
         plain = cast(nn.Module, module)
-        plain.__class__ = module.plain
-        plain.__dict__.pop("plain", None)
+        plain.__class__ = folds_to
         bias = plain._parameters.pop("bias", None)
         plain.weight = tied[key]
         plain.register_parameter("bias", bias)  # after the weight again, as in a layer never converted
     return model
 
 
-# --- what canonical_norm checks before it touches anything --------------------------------------------------------
+# --- what canonical_norm checks before it changes anything --------------------------------------------------------
 
 
 def convertible_layers(model: nn.Module, skip: Skip = ()) -> dict[str, nn.Module]:
-    """What ``canonical_norm`` would convert, by name; it is an error if something stands in the way."""
+    """Return the layers that ``canonical_norm`` would convert, by name."""
+    return examine_layers(model, skip)[0]
+
+
+def examine_layers(model: nn.Module, skip: Skip = ()) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Return the layers that ``canonical_norm`` would convert, and why it would leave others dense, both by name.
+
+    Raise a ValueError for what is an error whatever the rest of the model: canonical or lazy layers, and weights
+    without finite values.
+    """
     left_alone = skipped(model, skip)
     layers: dict[str, nn.Module] = {}
+    reasons: dict[str, str] = {}
     for name, module in model.named_modules():
         if name in left_alone:
             continue
         if isinstance(module, CPLayer):
             raise ValueError(f"expected plain layers, but {_title(name, module)} is canonical already")
         if any(is_unmodified(module, kind.plain) for kind in CANONICAL_TYPES):
-            _check_weight(name, module)
-            layers[name] = module
-    _check_ties(model, layers)
-    return layers
+            if isinstance(module, LazyModuleMixin):
+                raise ValueError(f"expected a layer with known shapes, got lazy {_title(name)}: run the model once")
+            if reason := _own_reason(module):
+                reasons[name] = reason
+            else:
+                layers[name] = module
+    reasons |= _tie_reasons(model, layers)
+    layers = {name: layer for name, layer in layers.items() if name not in reasons}
+    for name, layer in layers.items():
+        _check_values(name, layer)
+    return layers, reasons
 
 
 def skipped(model: nn.Module, skip: Skip) -> set[str]:
-    """Names of the modules that ``skip`` means, and of all inside them; a pattern that names none is an error."""
+    """Return the names of the modules that ``skip`` selects and of all inside them; raise if a pattern selects none."""
     check_model(model)
     check_type(skip, (str, type, Iterable), "names, patterns or types as skip")
     skips = (skip,) if isinstance(skip, str | type) else tuple(skip)
@@ -191,12 +219,12 @@ def skipped(model: nn.Module, skip: Skip) -> set[str]:
     return {name for name in modules if name in found or name.startswith(around)}
 
 
-WAYS = ("forward", "__call__", "_conv_forward", "_output_padding")
+WAYS = ("forward", "__call__", "_conv_forward", "_output_padding", "__setattr__", "__getattr__", "__getattribute__")
 HARMLESS = ("extra_repr", "reset_parameters", "_is_protocol")  # in a subclass, beside special names
 
 
 def is_unmodified(module: nn.Module, plain: type[nn.Module]) -> bool:
-    """Whether it computes what the plain layer computes, and has nothing that others may ask a subclass for."""
+    """Return True if the module computes what the plain layer computes and its class adds no public name."""
     if not isinstance(module, plain) or any(getattr(type(module), w, 0) is not getattr(plain, w, 0) for w in WAYS):
         return False
     above = type(module).__mro__[: type(module).__mro__.index(plain)]
@@ -204,52 +232,75 @@ def is_unmodified(module: nn.Module, plain: type[nn.Module]) -> bool:
     return all(name in HARMLESS or name.startswith(("__", "_abc_")) for name in added)
 
 
-def check_not_sharded(model: nn.Module) -> None:
-    """Of parameters that FSDP has sharded a process holds a part, from which no other form of the layer can be made."""
+def check_not_sharded(model: nn.Module, action: str = "this") -> None:
+    """Raise if parameters are FSDP-sharded: each process holds a part, from which no other form can be made."""
     check_model(model)
-    if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
-        raise ValueError("expected whole parameters, got sharded ones: gather them into a plain model first")
+    for name, parameter in model.named_parameters():
+        if type(parameter).__name__ == "DTensor":
+            raise ValueError(
+                f"{action} needs whole parameters, but {name!r} is sharded by FSDP: gather the state dict into a model "
+                "that is not sharded first"
+            )
 
 
-def _check_weight(name: str, layer: nn.Module) -> None:
-    if isinstance(layer, LazyModuleMixin):
-        raise ValueError(f"expected a layer with known shapes, got lazy {_title(name)}: run the model once first")
+def _own_reason(layer: nn.Module) -> str:
+    """Return why a layer cannot be converted, whatever the rest of the model; empty if it can."""
     if parametrize.is_parametrized(layer) or not {"weight", "bias"} <= layer._parameters.keys():
-        raise ValueError(f"expected a plain weight and bias, got one with a parametrization in {_title(name)}")
-    weight = cast(Tensor, layer.weight)
+        return "its weight or bias carries a parametrization or pruning"
+    weight = layer._parameters["weight"]
+    if weight is None:
+        return "it has no weight"
     if not weight.is_floating_point():
-        raise ValueError(f"expected a floating-point weight, got {weight.dtype} in {_title(name, layer)}")
+        return f"its weight is {weight.dtype}, not floating-point"
+    taken = RESERVED & (vars(layer).keys() | layer._parameters.keys() | layer._buffers.keys() | layer._modules.keys())
+    if taken:
+        names = ", ".join(repr(name) for name in sorted(taken))
+        return f"its own attribute {names} has a name that canonical layers use"
+    return ""
+
+
+def _tie_reasons(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return the layers whose weight is shared with something that stays dense: one side alone cannot be converted."""
+    holders: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holders.setdefault(id(parameter), []).append(name)
+    reasons = {}
+    for name, layer in layers.items():
+        weight = cast(Tensor, layer.weight)
+        for other in holders[id(weight)]:
+            tied = layers.get(other)
+            if tied is None or tied.weight is not weight or type(tied) is not type(layer):
+                reasons[name] = f"its weight is also that of {other}, which stays dense"
+                break
+    return reasons
+
+
+def _check_values(name: str, layer: nn.Module) -> None:
+    weight = cast(Tensor, layer.weight).detach()
     if weight.is_meta:
         raise ValueError(f"expected a weight with values, got one on the meta device in {_title(name, layer)}")
     if not torch.isfinite(weight).all():
         raise ValueError(f"expected finite values, got NaN or infinity in {_title(name, layer)}")
 
 
-def _check_ties(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """A weight shared with something that stays plain cannot be converted on one side only."""
-    holders: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                holders.setdefault(id(parameter), []).append(name)
-    for name, layer in layers.items():
-        weight = cast(Tensor, layer.weight)
-        for other in holders[id(weight)]:
-            twin = layers.get(other)
-            if twin is None or twin.weight is not weight or type(twin) is not type(layer):
-                raise ValueError(f"the weight of {_title(name, layer)} is also that of {other}: skip or untie them")
+_ADJECTIVES = {"convert": "convertible", "truncate": "canonical", "factorize": "canonical"}
 
 
 def spread_over_tied(
     option: str, named: Mapping[str, Value], layers: Mapping[str, nn.Module], purpose: str
 ) -> dict[str, Value]:
-    """What is said of one of several tied layers, said of all; it is an error to say different things."""
-    if unknown := [name for name in named if name not in layers]:
-        raise ValueError(f"{option} names layers that are not there to {purpose}: {', '.join(map(str, unknown))}")
+    """Apply a per-layer option to all tied layers; raise on conflicts and on names that are not in ``layers``."""
+    for name in named:
+        if name not in layers:
+            close = get_close_matches(str(name), list(layers), n=1)
+            near = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"{option}: no {_ADJECTIVES.get(purpose, purpose)} layer named {name!r}{near}")
     said: dict[int, tuple[str, Value]] = {}
     for name, value in named.items():
         first, before = said.setdefault(tie_key(layers[name]), (name, value))
-        if first != name and repr(_plain_value(before)) != repr(_plain_value(value)):  # 1 term is not 1.0 of them
+        if first != name and repr(_plain_value(before)) != repr(_plain_value(value)):  # 1 is one term, 1.0 all terms
             raise ValueError(f"{first} and {name} share a weight, but {option} says {before} and {value}")
     return {name: said[tie_key(layer)][1] for name, layer in layers.items() if tie_key(layer) in said}
 
@@ -259,7 +310,7 @@ def _plain_value(value: object) -> object:
 
 
 def modes_of(name: str, layer: nn.Module, modes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
-    """The shape a layer's weight is decomposed in: its own, or the finer one asked for."""
+    """Return the shape in which a layer's weight is decomposed: its own, or the finer one of ``modes``."""
     weight = cast(Tensor, layer.weight)
     asked = modes.get(name, weight.shape)
     check_type(asked, Sequence, f"a shape as modes of {_title(name, layer)}")
@@ -290,13 +341,11 @@ def _resolve_rank(
 
 
 def become_canonical(layer: nn.Module, cp: CPTensor) -> CPLayer:
-    """Swap the class of the object, as torch's own parametrizations do, so that every reference to it stays good."""
+    """Change the class of the layer in place, as torch's parametrizations do, so that references to it stay valid."""
     was = type(layer)
     layer.__class__ = next(kind for kind in CANONICAL_TYPES if isinstance(layer, kind.plain))
     canonical = cast(CPLayer, layer)
-    if was is not canonical.plain:
-        canonical.__dict__["plain"] = was  # for fold
-    canonical.hold(cp)
+    canonical.hold(cp, was)
     return canonical
 
 

@@ -1,9 +1,10 @@
-"""Canonical layers: torch's own, with the weight kept as sigma, lambdas and vectors of length one."""
+"""Canonical layers: torch's own, with the weight kept as sigma, lambdas and unit vectors."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -15,6 +16,7 @@ from cpnorm.cp.decompose import cp_als, cp_exact, cp_power, exact_rank
 from cpnorm.cp.tensor import CPTensor, UnitTerms, dense_from_terms, unit_columns
 from cpnorm.nn import planner
 from cpnorm.nn.planner import CONV_TRANSPOSE, Plan, weight_shape
+from cpnorm.nn.readonly import read_only
 from cpnorm.nn.stale_state import watch_resized
 
 INITS = ("exact", "power", "als", "kaiming_normal", "kaiming_uniform")
@@ -29,7 +31,7 @@ def initial_form(
     lambdas: str = "decomposition",
     generator: torch.Generator | None = None,
 ) -> CPTensor:
-    """The canonical form a layer starts from; what the names mean stands at ``canonical_norm``."""
+    """Return the canonical form that a layer starts from; ``canonical_norm`` explains the options."""
     check_options(init, lambdas)
     if init == "exact":
         cp = cp_exact(weight, rank, generator=generator)
@@ -46,14 +48,14 @@ def initial_form(
 
 
 def check_options(init: str, lambdas: str) -> None:
-    """Whether these are names that ``initial_form`` knows."""
+    """Raise a ValueError unless these are options of ``initial_form``."""
     for option, value, known in (("init", init, INITS), ("lambdas", lambdas, LAMBDAS)):
         if value not in known:
             raise ValueError(f"expected {option} to be one of {', '.join(known)}, got {value!r}")
 
 
 def _random_form(weight: Tensor, rank: int, init: str, generator: torch.Generator | None) -> CPTensor:
-    # Kaiming's gain and fan only scale a column, and columns are made unit vectors: the distribution is what is left.
+    # Kaiming's gain and fan only scale a column, and columns are made unit vectors: only the distribution matters.
     law = init.removeprefix("kaiming_")
     factors = [_draw(law, (size, rank), generator).to(weight) for size in weight.shape]
     cp = CPTensor.from_terms(weight.new_ones(rank), factors).normalize()
@@ -69,28 +71,57 @@ def _draw(law: str, shape: tuple[int, ...], generator: torch.Generator | None) -
     return torch.rand(shape, generator=generator, device=device) * 2 - 1
 
 
+def _fx_call(layer: nn.Module, *args: Any) -> Any:
+    """Record one call of the layer, as ``torch.fx.symbolic_trace`` does for torch's own: the path depends on sizes."""
+    tracer: Any = args[0].tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(layer), args, {})
+
+
 def _listed(factors: nn.ParameterList) -> list[nn.Parameter]:
     return [factors[mode] for mode in range(len(factors))]  # torch.compile (2.11) cannot unpack a ParameterList itself
 
 
-class CPLayer(nn.Module):
-    """What every canonical layer shares: W = sigma * sum_r lambda_r * a_r/|a_r| o b_r/|b_r| o ... (equation 5).
+@dataclass
+class Form:
+    """What a canonical layer knows beside its parameters, in one place, so that no attribute of a user's is in the way.
 
-    Parameters, and so the keys of the state dict: ``sigma`` (), ``lambdas`` (R,), ``factors.0`` (d1, R), ... and the
-    layer's own ``bias``. ``path`` may be set to "rebuild" or "factors" to overrule the planner's choice ("auto").
+    Attributes:
+        modes: the shape in which W is decomposed: that of the weight, or a finer one.
+        path: "rebuild", "factors", or "auto" for the planner's choice.
+        folds_to: the class that ``fold`` gives back.
+    """
+
+    modes: tuple[int, ...]
+    path: str
+    folds_to: type[nn.Module]
+
+
+class CPLayer(nn.Module):
+    """Base of the canonical layers: W = sigma * sum_r lambda_r * a_r/|a_r| o b_r/|b_r| o ... (equation 5).
+
+    The parameters, and so the keys of the state dict, are ``sigma`` (), ``lambdas`` (R,), ``factors.0`` (d1, R), ...
+    and the layer's own ``bias``. A state dict with a dense ``weight`` in their place loads too if the rank can hold it.
     """
 
     plain: ClassVar[type[nn.Module]]
     sigma: nn.Parameter
     lambdas: nn.Parameter
     factors: nn.ParameterList
-    modes: tuple[int, ...]  # the shape W is decomposed in: that of the weight, or a finer one
-    path: str
     columns_are_unit: bool  # set by a loop that renormalises after every step: there is nothing to divide by then
     # While a loop that rebuilds it beside other work holds it ready: W, or left and right whose product it is.
     ahead: tuple[Tensor, ...] | None
+    _form: Form
 
-    def __init__(self, *args: Any, rank: int | str = "exact", init: str = "exact", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        rank: int | str = "exact",
+        init: str = "exact",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
+        kwargs |= {key: value for key, value in (("device", device), ("dtype", dtype)) if value is not None}
         layer = self.plain(*args, **kwargs)
         weight = cast(Tensor, layer.weight).detach()
         exact = exact_rank(weight.shape)
@@ -98,24 +129,44 @@ class CPLayer(nn.Module):
             exact if rank == "exact" else check_int("rank", rank, where=f" for a weight of shape {tuple(weight.shape)}")
         )
         self.__dict__.update(layer.__dict__)
+        check_options(init, "decomposition")
+        init = "kaiming_normal" if weight.is_meta else init  # without values there are only shapes to make
         self.hold(initial_form(weight, terms, init))
 
     @torch.inference_mode(False)
-    def hold(self, cp: CPTensor) -> None:
+    def hold(self, cp: CPTensor, folds_to: type[nn.Module] | None = None) -> None:
         """Keep the weight in this form from now on, in place of the plain layer's."""
-        weight = self._parameters.pop("weight")
+        self._parameters, self._modules = dict(self._parameters), dict(self._modules)  # a shallow copy has the old ones
+        weight, bias = self._parameters.pop("weight"), self._parameters.get("bias")
         assert weight is not None
-        self.modes, self.path, self.columns_are_unit, self.ahead = cp.shape, "auto", False, None
+        self.columns_are_unit, self.ahead = False, None
+        self._form = Form(cp.shape, "auto", folds_to or self.plain)
         self.sigma, self.lambdas, *factors = (
             nn.Parameter(value.detach().to(weight).contiguous().clone(), requires_grad=weight.requires_grad)
             for value in (cp.sigma, cp.lambdas, *cp.factors)
         )
         self.factors = nn.ParameterList(factors)
+        if bias is not None and bias.is_inference():  # of a layer built in inference mode: it is to be trained, too
+            self._parameters["bias"] = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
+
+    @property
+    def modes(self) -> tuple[int, ...]:
+        """The shape in which W is decomposed: that of the weight, or a finer one."""
+        return self._form.modes
+
+    @property
+    def path(self) -> str:
+        """How the layer meets its input: "rebuild", "factors", or "auto" for the planner's choice."""
+        return self._form.path
+
+    @path.setter
+    def path(self, path: str) -> None:
+        self._form.path = path
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def replace_terms(self, cp: CPTensor) -> None:
-        """Hold other terms, in the same Parameter objects: an optimizer that has them cannot lose them."""
+        """Hold other terms in the same Parameter objects, so that an optimizer keeps training them."""
         if cp.shape != self.modes:
             raise ValueError(f"expected terms of shape {self.modes}, got {cp.shape}")
         if cp.rank != self.rank:
@@ -123,22 +174,38 @@ class CPLayer(nn.Module):
         for parameter, value in zip(self.canonical_parameters(), (cp.sigma, cp.lambdas, *cp.factors), strict=True):
             new = value.detach().to(parameter).contiguous().clone()
             parameter.grad = None
-            # A graph that is still alive (`loss` of the last step, say) keeps the old shape for the gradients to come;
-            # data of another type make autograd let go of it.
+            # A graph that is still alive (that of the last step's loss, say) keeps the old shape for gradients to
+            # come; data of another dtype make autograd release it.
             other = torch.float32 if parameter.dtype == torch.float64 else torch.float64
             parameter.data = new.new_empty(0, dtype=other)
             parameter.data = new
 
-    def share_terms(self, twin: CPLayer) -> None:
-        """Have the same Parameters as the twin."""
-        self.sigma, self.lambdas, self.factors = twin.sigma, twin.lambdas, nn.ParameterList(twin.factors)
+    def share_terms(self, other: CPLayer) -> None:
+        """Tie this layer to another: both have the same Parameters from now on."""
+        self.sigma, self.lambdas, self.factors = other.sigma, other.lambdas, nn.ParameterList(other.factors)
+
+    def __copy__(self) -> CPLayer:
+        """Return a layer with the same Parameter objects, whose attributes can be set without changing this one."""
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._parameters, other._buffers = dict(self._parameters), dict(self._buffers)
+        other._modules, other._form = dict(self._modules), replace(self._form)
+        other.factors = nn.ParameterList(self.factors)
+        return other
+
+    def __prepare_scriptable__(self) -> CPLayer:
+        """Say what to do instead of ``torch.jit.script``, which calls this."""
+        raise RuntimeError(
+            "torch.jit.script cannot compile canonical layers: script cpnorm.fold(model) or what "
+            "cpnorm.factorize(model, example_input) returns, or use torch.compile or torch.export"
+        )
 
     def canonical_parameters(self) -> tuple[nn.Parameter, ...]:
-        """Sigma, the lambdas and the factors, without the bias."""
+        """Return sigma, the lambdas and the factors, without the bias."""
         return (self.sigma, self.lambdas, *self.factors)
 
     def reset_parameters(self) -> None:
-        """Start anew as torch's layers do, whatever is there (``to_empty`` leaves anything): vectors, σ and bias."""
+        """Draw vectors, sigma and bias anew, as torch's layers do, whatever the present values are."""
         shape = weight_shape(self)
         bound = 1 / math.sqrt(math.prod(shape[1:]))
         drawn = self.lambdas.new_empty(shape).uniform_(-bound, bound)
@@ -150,7 +217,7 @@ class CPLayer(nn.Module):
     @property
     def rank(self) -> int:
         """Number of terms."""
-        return int(self.lambdas.shape[0])  # a tensor while it is traced
+        return int(self.lambdas.shape[0])  # torch.jit.trace makes it a tensor
 
     @property
     def cp(self) -> CPTensor:
@@ -159,12 +226,66 @@ class CPLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, rebuilt at each read; gradients flow through it."""
+        """The dense weight, rebuilt at each read; gradients flow through it.
+
+        It is a result: writing to it raises a RuntimeError. A tensor assigned to it is decomposed, and a ValueError
+        says so if the layer has too few terms to hold it exactly.
+        """
+        return read_only(self._dense())
+
+    def _dense(self) -> Tensor:
         if self.ahead is not None:
             return self.ahead[0] if len(self.ahead) == 1 else self.ahead[0] @ self.ahead[1].mT
         shape = weight_shape(self)
         on_gpu = self.lambdas.is_cuda and len(shape) == len(self.modes)  # finer modes are merged again, in their order
         return dense_from_terms(*self._terms(), channels_last=on_gpu).reshape(shape)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":  # torch would register a Parameter beside the property
+            self.replace_terms(self._exact_form(value))
+        else:
+            super().__setattr__(name, value)
+
+    def _exact_form(self, weight: Any) -> CPTensor:
+        """Return this dense weight in the layer's modes and rank, or raise if the rank is too low for it."""
+        expected = weight_shape(self)
+        if not isinstance(weight, Tensor) or tuple(weight.shape) != expected:
+            got = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else f"a {type(weight).__name__}"
+            raise ValueError(f"expected a tensor of shape {expected} as weight, got {got}")
+        dense = weight.detach().to(self.lambdas).reshape(self.modes)
+        cp = cp_exact(dense, self.rank)
+        if (fit := cp.fit(dense)) < 1 - 100 * torch.finfo(dense.dtype).eps:
+            raise ValueError(
+                f"the layer's {self.rank} terms cannot hold the dense weight of shape {expected} exactly (fit "
+                f"{fit:.4f}; {exact_rank(self.modes)} terms always can): put it into the plain layer, and call "
+                "canonical_norm with the rank and init wanted"
+            )
+        return cp
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load as torch does, with a plain layer's ``weight`` decomposed on the way."""
+        key = f"{prefix}weight"
+        if key in state_dict and f"{prefix}lambdas" not in state_dict:
+            try:
+                cp = self._exact_form(state_dict.pop(key))
+            except ValueError as error:
+                error_msgs.append(f"{key}: {error}")
+            else:
+                names = ("sigma", "lambdas", *(f"factors.{mode}" for mode in range(len(cp.factors))))
+                values = (cp.sigma, cp.lambdas, *cp.factors)
+                state_dict.update({f"{prefix}{name}": value for name, value in zip(names, values, strict=True)})
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     def _terms(self) -> tuple[Tensor, list[Tensor]]:  # (R,), [(d_i, R)]
         scales = self.sigma * self.lambdas
@@ -174,7 +295,7 @@ class CPLayer(nn.Module):
         return scales, [unit_columns(f) for f in self.factors]
 
     def plan(self, input_shape: Sequence[int], *, training: bool | None = None) -> Plan:
-        """What the planner chooses for an input of this shape; print it."""
+        """Return the planner's choice for an input of this shape, with the costs; it prints as a table."""
         return planner.plan(
             self,
             input_shape,
@@ -185,12 +306,12 @@ class CPLayer(nn.Module):
         )
 
     def _rebuilds(self, x: Tensor) -> bool:
-        if self.ahead is not None or not self._fits(x):  # torch's own layer finds the words for what does not fit
+        if self.ahead is not None or x.is_nested or not self._fits(x):  # torch's own layer says what does not fit
             return True
         if self.path not in PATHS:
             raise ValueError(f"expected path to be one of {', '.join(PATHS)}, got {self.path!r}")
         if self.path == "auto" and torch.compiler.is_exporting() and not all(isinstance(n, int) for n in x.shape):
-            return True  # a program for all sizes cannot choose by them
+            return True  # a program for all sizes cannot choose by size
         return (self.plan(x.shape).path if self.path == "auto" else self.path) == "rebuild"
 
     def _fits(self, x: Tensor) -> bool:  # (N, I, ...)
@@ -198,7 +319,7 @@ class CPLayer(nn.Module):
         return x.ndim == len(conv.kernel_size) + 2 and x.shape[1] == conv.in_channels
 
     def extra_repr(self) -> str:
-        """The plain layer's, with rank and path."""
+        """Return the plain layer's settings, with rank and path."""
         return f"{super().extra_repr()}, rank={self.rank}, path={self.path}"
 
     def __repr__(self) -> str:
@@ -211,12 +332,14 @@ class CPLinear(CPLayer, nn.Linear):  # type: ignore[override]
     plain = nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:  # (..., I) -> (..., O)
-        """As nn.Linear."""
+        """Compute what nn.Linear computes."""
+        if isinstance(input, torch.fx.Proxy):
+            return _fx_call(self, input)
         if self.ahead is not None and len(self.ahead) == 2:
             left, right = self.ahead  # (O, R), (I, R)
             return F.linear(input @ right, left, self.bias)
         if self._rebuilds(input):
-            return F.linear(input, self.weight, self.bias)
+            return F.linear(input, self._dense(), self.bias)
         return planner.through_linear(input, *self._terms(), self.out_features, self.bias)
 
     def _fits(self, x: Tensor) -> bool:  # (..., I)
@@ -225,11 +348,13 @@ class CPLinear(CPLayer, nn.Linear):  # type: ignore[override]
 
 class _CPConv(CPLayer):
     def forward(self, input: Tensor) -> Tensor:  # (N, I, ...) or (I, ...)
-        """As the plain convolution."""
+        """Compute what the plain convolution computes."""
+        if isinstance(input, torch.fx.Proxy):
+            return _fx_call(self, input)
         conv = cast(nn.Conv2d, self)
         batched = input if input.ndim == len(conv.kernel_size) + 2 else input[None]
         if self._rebuilds(batched):
-            return conv._conv_forward(input, self.weight, conv.bias)
+            return conv._conv_forward(input, self._dense(), conv.bias)
         padding: Any = conv.padding
         if conv.padding_mode != "zeros":
             batched = F.pad(batched, conv._reversed_padding_repeated_twice, mode=conv.padding_mode)
@@ -264,7 +389,9 @@ class CPConv3d(_CPConv, nn.Conv3d):  # type: ignore[override]
 
 class _CPConvTranspose(CPLayer):
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:  # (N, I, ...) or (I, ...)
-        """As the plain transposed convolution."""
+        """Compute what the plain transposed convolution computes."""
+        if isinstance(input, torch.fx.Proxy):
+            return _fx_call(self, input, output_size)
         conv: Any = self
         dims = len(conv.kernel_size)
         extra = conv._output_padding(
@@ -273,7 +400,7 @@ class _CPConvTranspose(CPLayer):
         batched = input if input.ndim == dims + 2 else input[None]
         geometry = (conv.stride, conv.padding, extra, conv.groups, conv.dilation)
         if self._rebuilds(batched):
-            y = CONV_TRANSPOSE[dims - 1](batched, self.weight, conv.bias, *geometry)
+            y = CONV_TRANSPOSE[dims - 1](batched, self._dense(), conv.bias, *geometry)
         else:
             y = planner.through_conv_transpose(batched, *self._terms(), conv.bias, *geometry)
         return y if batched.ndim == input.ndim else y[0]
@@ -308,8 +435,17 @@ CANONICAL_TYPES: tuple[type[CPLayer], ...] = (
 )
 
 
+# The names that a canonical layer uses beside those of the plain one: a layer that has one of them stays dense.
+RESERVED = {
+    name
+    for kind in (CPLayer, _CPConv, _CPConvTranspose)
+    for name in (*vars(kind), *kind.__annotations__)
+    if not name.startswith("__") and not hasattr(nn.Module, name)
+} - {"weight", "reset_parameters"}
+
+
 def tie_key(layer: nn.Module) -> int:
-    """Return the same number for layers that share their weight or their terms."""
+    """Return a key that is equal for layers that share their weight or their terms."""
     shared = layer._parameters.get("lambdas" if isinstance(layer, CPLayer) else "weight")
     return id(layer if shared is None else shared)
 
