@@ -56,16 +56,16 @@ def paper_lines(seeds: int) -> list[dict[str, Any]]:
         mean = row.published.mean + SHIFTS.get(row.key, draw.uniform(-0.3, 0.4) * (row.published.sd or 0.3))
         config = row.finetuning or row.config
         weights = WEIGHTS[row.config.model][config.norm]
-        if row.compression and not row.compression.tai_ranks:
-            weights = CANONICAL_91 if row.compression.layers else round(weights * (1 - row.compression.rate))
+        if row.truncation and not row.truncation.tai_ranks:
+            weights = CANONICAL_91 if row.truncation.layers else round(weights * (1 - row.truncation.rate))
         for seed in range(min(seeds, PARTIAL.get(row.key, seeds))):
             line = run(row.key, seed, draw.gauss(mean, row.published.sd or 0.3), weights, config, draw)
-            line["compression"] = {"rate": row.compression.rate} if row.compression else None
+            line["compression"] = {"rate": row.truncation.rate} if row.truncation else None
             if (row.key, seed) == DIVERGED:
                 line |= {"diverged": "the loss was nan in epoch 3", "final": 9.8, "best": 61.0}
                 line["curve"] |= {"loss": [2.1, 1.9, math.nan], "test_accuracy": [40.0, 61.0, 9.8]}
             if config.norm == "cp" and seed == 0:
-                line |= portrait(row.config.model, line["final"], draw)
+                line |= collect_figure_data(row.config.model, line["final"], draw)
             lines.append(line)
     return lines
 
@@ -120,7 +120,7 @@ def counts(values: list[float], edges: list[float]) -> list[int]:
     return [sum(low <= value < high for value in values) for low, high in pairwise(edges)]
 
 
-def portrait(model: str, final: float, draw: random.Random) -> dict[str, Any]:
+def collect_figure_data(model: str, final: float, draw: random.Random) -> dict[str, Any]:
     """What is kept of one network of a canonical row: traces, histograms, the accuracy at every rate."""
     epochs = 50
     ends = [draw.uniform(-0.4, 1.6) for _ in range(11)]

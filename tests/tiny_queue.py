@@ -9,21 +9,22 @@ from pathlib import Path
 import torch
 
 from cpnorm.lab.data.images import load
-from cpnorm.lab.paper import reproduce
-from cpnorm.lab.paper import tables as paper
-from cpnorm.lab.paper.tables import Compression, Row, Table
+from cpnorm.lab.paper import protocols
+from cpnorm.lab.paper.protocols import Protocol
+from cpnorm.lab.paper.tables import Row, Table
 from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.runs import RunFolder
+from cpnorm.lab.training.truncation import Truncation
 from official_files import WRITERS
 
 TINY = Config(
     model="lenet", data="idx", rank=2, init="kaiming_normal", optimizer="adam", epochs=8, batch_size=64, modes=True
 )
+TUNING = {"optimizer": "sgd", "lr": 0.001, "epochs": 1}
 LONG = Row("tiny/long", "long", TINY, None)
-CUT = Row(
-    "tiny/cut", "cut", TINY, None, starts_from=LONG.key, compression=Compression(0.5, 0.001, epochs=1, start="best")
-)
+CUT = Row("tiny/cut", "cut", TINY, None, starts_from=LONG.key, truncation=Truncation(rate=0.5), tuning=TUNING)
 TABLE = Table("tiny", "Tiny", "", rows=(LONG, CUT))
+TINY_PROTOCOL = Protocol("words", {"tiny": TABLE})
 
 # At the start of a process that is to know no other table:
 PREPARE = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import tiny_queue; tiny_queue.use()"
@@ -38,8 +39,7 @@ def write_data(folder: Path) -> None:
 
 def use() -> None:
     """The tiny table is all there is."""
-    reproduce.all_tables = lambda: {"tiny": TABLE}
-    paper.row = lambda key: {row.key: row for row in TABLE.rows}[key]
+    protocols.PROTOCOLS["words"] = TINY_PROTOCOL
 
 
 def records(results: Path) -> list[dict]:

@@ -18,19 +18,22 @@ import torch
 from cpnorm.lab.data.download import download
 from cpnorm.lab.data.images import ImageSet, load
 from cpnorm.lab.paper import reproduce
-from cpnorm.lab.paper import tables as paper
-from cpnorm.lab.paper.tables import Compression, Row, Table
-from cpnorm.lab.training.compression import Cut, complete, compress
+from cpnorm.lab.paper.protocols import Protocol
+from cpnorm.lab.paper.tables import Row, Table
+from cpnorm.lab.training.compression import compress
 from cpnorm.lab.training.config import Config
+from cpnorm.lab.training.driver import run_to_end
 from cpnorm.lab.training.runs import RunFolder
 from cpnorm.lab.training.trainer import Options, Trainer
+from cpnorm.lab.training.truncation import Truncation
 
 CONFIG = Config(
     model="lenet", data="digits", init="kaiming_normal", rank=2, optimizer="adam", lr=0.003, epochs=2, batch_size=16
 )
+TUNING = {"optimizer": "sgd", "lr": 0.003, "epochs": 1}
 BASE = Row("tiny/base", "base", CONFIG.replace(epochs=1), None)
-CUT = Row("tiny/cut", "cut", BASE.config, None, starts_from=BASE.key, compression=Compression(0.5, 0.003, epochs=1))
-TABLE = Table("tiny", "Tiny", "", rows=(BASE, CUT))
+CUT = Row("tiny/cut", "cut", BASE.config, None, starts_from=BASE.key, truncation=Truncation(rate=0.5), tuning=TUNING)
+PROTOCOL = Protocol("tiny", {"tiny": Table("tiny", "Tiny", "", rows=(BASE, CUT))})
 OFTEN = Options(device="cpu", checkpoint_every=0.0)  # after every step
 
 
@@ -44,7 +47,7 @@ def digits() -> ImageSet:
 
 def train(folder: Path) -> None:
     """As the command line does it: begun, gone on with, or found finished."""
-    complete(RunFolder(folder / "run"), CONFIG, lambda: Trainer(CONFIG, digits(), OFTEN))
+    run_to_end(RunFolder(folder / "run"), CONFIG, lambda: Trainer(CONFIG, digits(), OFTEN))
 
 
 def steady(folder: Path) -> None:
@@ -56,17 +59,28 @@ def steady(folder: Path) -> None:
 def cut(folder: Path) -> None:
     """Of a run that is there already."""
     compress(
-        folder / "source", Cut(rate=0.5, refit="lambdas"), CONFIG, out=folder / "run", data=digits(), options=OFTEN
+        folder / "source",
+        Truncation(rate=0.5, refit="lambdas"),
+        CONFIG,
+        out=folder / "run",
+        data=digits(),
+        options=OFTEN,
     )
 
 
 def queue(folder: Path) -> None:
     """Two seeds of a training and of a compression of it."""
-    reproduce.all_tables = lambda: {"tiny": TABLE}
-    paper.row = lambda key: {row.key: row for row in TABLE.rows}[key]
     reproduce.load = lambda *_: digits()
     work = folder / "work"
-    reproduce.reproduce(["tiny"], seeds=range(2), results=folder / "results", work=work, options=OFTEN, at_once=1)
+    reproduce.reproduce(
+        ["tiny"],
+        seeds=range(2),
+        results=folder / "results",
+        work=work,
+        protocol=PROTOCOL,
+        options=OFTEN,
+        parallel_runs=1,
+    )
 
 
 def fetch(folder: Path) -> None:

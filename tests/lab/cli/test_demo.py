@@ -15,8 +15,8 @@ from rich.console import Console
 
 from cpnorm.lab.cli import demo
 from cpnorm.lab.data.images import ImageSet, load
+from cpnorm.lab.training.driver import Stop
 from cpnorm.lab.training.runs import RunFolder
-from cpnorm.lab.training.trainer import Stop
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_the_whole_story(tmp_path: Path) -> None:
     for network in story.networks:
         record = RunFolder(network.folder).record()
         assert record is not None
-        assert (network.accuracy, network.weights) == (record["final"], record["weights"])
+        assert (network.accuracy, network.weights) == (record["test_accuracy_last"], record["weights"])
         assert network.milliseconds > 0
         assert f"{network.name}: {network.accuracy} %" in said.getvalue()  # without a terminal, a line each
     sizes = [network.weights for network in story.networks[2:]]

@@ -12,11 +12,13 @@ from rich.console import Console
 import cpnorm
 from cpnorm.lab.cli import inspect, pictures
 from cpnorm.lab.data.images import ImageSet, load
-from cpnorm.lab.training.compression import blank
 from cpnorm.lab.training.config import Config
+from cpnorm.lab.training.driver import Stop
+from cpnorm.lab.training.run_networks import blank
 from cpnorm.lab.training.runs import RunError, RunFolder
 from cpnorm.lab.training.setup import build_model
-from cpnorm.lab.training.trainer import Options, Stop, Trainer, fit
+from cpnorm.lab.training.trainer import Options, Trainer
+from training_runs import fit
 
 RANKS = {"features.0": 6, "features.2": 40, "classifier.1": 4, "classifier.4": 6}
 CONFIG = Config(

@@ -21,8 +21,8 @@ from cpnorm.lab.cli.watch import Watch
 from cpnorm.lab.data.images import ImageSet, load, normalize
 from cpnorm.lab.paper import beyond
 from cpnorm.lab.paper import tables as paper
-from cpnorm.lab.training.compression import trained_network
 from cpnorm.lab.training.config import Config
+from cpnorm.lab.training.run_networks import trained_network
 from cpnorm.lab.training.runs import RunError, RunFolder
 from cpnorm.lab.training.trainer import Options, Trainer
 from official_files import write_mnist
@@ -86,7 +86,7 @@ def test_train_evaluate_inspect(trained: Path, tmp_path: Path, capsys: pytest.Ca
     assert record["config"]["rank"] == RANKS
     assert list((trained / "tensorboard").glob("events*"))
     out, err = run("evaluate", trained, "--device", "cpu", "--json")
-    assert json.loads(out)["test_accuracy"] == pytest.approx(record["final"], abs=1e-3)
+    assert json.loads(out)["test_accuracy"] == pytest.approx(record["test_accuracy_last"], abs=1e-3)
     assert json.loads(out)["weights"] == record["weights"]
     assert json.loads(out)["same_data"]
     assert err == ""
@@ -117,7 +117,7 @@ def test_a_run_does_not_go_on_with_other_data(images: ImageSet, tmp_path: Path) 
     folder = RunFolder(tmp_path)
     folder.keep_data(images)
     folder.keep_data(images)
-    with pytest.raises(RunError, match=r"cannot go on: the mnist data in .* are not those of the run"):
+    with pytest.raises(RunError, match=r"cannot be resumed: the mnist data in .* are not those of the run"):
         folder.keep_data(dataclasses.replace(images, sha256="0" * 64))
 
 
@@ -155,7 +155,7 @@ def test_compress_and_export(trained: Path, tmp_path: Path, images: ImageSet) ->
     few = json.loads(run("export", small, "--onnx", onnx, "--goal", "parameters", "--json")[0])
     dense, _ = run("export", small, "--onnx", onnx)
     assert few["weights"] < 1.2 * few["weights_of_run"]
-    assert f"the run has {record['weights']:,}: --goal parameters keeps layers small" in dense
+    assert f"the run has {record['weights']:,} parameters: --goal parameters keeps the layers small" in dense
 
 
 # --- stops and kills --------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(trained: Path, tmp_path: Pat
     _, err = process.communicate()
     assert process.returncode == 75, err
     assert "SIGTERM was received" in err
-    assert "the same command goes on from there" in err
+    assert "the same command resumes it" in err
     assert (tmp_path / "checkpoint.pt").exists()
     run(*command)
     assert lines(tmp_path) == lines(trained)
@@ -243,7 +243,7 @@ ERRORS = {
     "no images": (["compress", "run", "--images", "-5"], 2, "--images"),
     "no such row": (["reproduce", "cifar10/nosuch"], 1, "unknown rows: cifar10/nosuch; there are cifar10/none-sgd"),
     "no seeds": (["reproduce", "--seeds", "0"], 2, "--seeds"),
-    "none at once": (["reproduce", "--at-once", "0"], 2, "--at-once"),
+    "none at once": (["reproduce", "--parallel-runs", "0"], 2, "--parallel-runs"),
     "no goal": (["export", "run", "--onnx", "x", "--goal", "fame"], 2, "expected --goal time or parameters, got fame"),
     "no argument": (["inspect"], 2, "Missing argument 'RUN'"),
 }

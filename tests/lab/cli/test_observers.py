@@ -15,7 +15,9 @@ import cpnorm
 from cpnorm.lab.cli import observers
 from cpnorm.lab.data.images import ImageSet
 from cpnorm.lab.training.config import Config
-from cpnorm.lab.training.trainer import Options, Trainer, drive, fit
+from cpnorm.lab.training.driver import drive
+from cpnorm.lab.training.trainer import Options, Trainer
+from training_runs import fit
 
 CONFIG = Config(model="lenet", data="digits", init="kaiming_normal", rank=3, epochs=2, batch_size=32, lr=0.01)
 HERE = Options(device="cpu")

@@ -15,7 +15,8 @@ import pytest
 from cpnorm.lab.cli import main
 from cpnorm.lab.paper import ray_engine
 from cpnorm.lab.paper.reproduce import Job
-from cpnorm.lab.paper.tables import Compression, Row
+from cpnorm.lab.paper.tables import Row
+from cpnorm.lab.training.truncation import Truncation
 from tiny_queue import CUT, LONG, PREPARE, TABLE, assert_everything_once, epochs_saved, holder, write_data
 
 DRIVER = f"""
@@ -32,7 +33,19 @@ sys.exit(main.main(sys.argv[1:]))
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     """``cpnorm reproduce tiny --engine ray``."""
-    command = [sys.executable, "-c", DRIVER, "reproduce", "tiny", "--engine", "ray", "--seeds", "2", "--at-once", "1"]
+    command = [
+        sys.executable,
+        "-c",
+        DRIVER,
+        "reproduce",
+        "tiny",
+        "--engine",
+        "ray",
+        "--seeds",
+        "2",
+        "--parallel-runs",
+        "1",
+    ]
     command += ["--results", str(folder / "results"), "--work", str(folder / "work"), "--checkpoint-every", "0.1"]
     write_data(folder / "data")
     command += ["--data-dir", str(folder / "data")]
@@ -73,16 +86,14 @@ def test_an_engine_that_is_not_there_is_an_error_in_one_sentence(
 
 def test_shares_are_of_one_row_and_wait_for_what_they_start_from() -> None:
     jobs = [Job(row, seed) for row in TABLE.rows for seed in range(3)]
-    assert [[str(job) for job in share] for share in ray_engine.shares(jobs, at_once=2)] == [
+    assert [[str(job) for job in share] for share in ray_engine.shares(jobs, parallel_runs=2)] == [
         ["tiny/long, seed 0", "tiny/long, seed 1"],
         ["tiny/long, seed 2"],
         ["tiny/cut, seed 0", "tiny/cut, seed 1"],
         ["tiny/cut, seed 2"],
     ]
     assert Job(CUT, 0).needs(Job(LONG, 2))  # which may be the best
-    same = Row(
-        "tiny/same", "", LONG.config, None, starts_from=LONG.key, compression=Compression(0.5, 1.0, start="same")
-    )
+    same = Row("tiny/same", "", LONG.config, None, starts_from=LONG.key, truncation=Truncation(rate=0.5), start="same")
     assert Job(same, 1).needs(Job(LONG, 1))
     assert not Job(same, 1).needs(Job(LONG, 2))
     assert not Job(LONG, 1).needs(Job(LONG, 1))

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -24,12 +25,15 @@ from cpnorm.lab.data.digests import WrongDataError
 from cpnorm.lab.data.images import load
 from cpnorm.lab.paper import beyond, rank_tables, reproduce
 from cpnorm.lab.paper import tables as paper
-from cpnorm.lab.paper.reproduce import Job, Results, all_rows, all_tables, expected_seconds, find_tables, missing_jobs
-from cpnorm.lab.paper.tables import Compression, Row, Table
-from cpnorm.lab.training.compression import trained_network
+from cpnorm.lab.paper.protocols import WORDS, Protocol
+from cpnorm.lab.paper.reproduce import Job, Results, expected_seconds, missing_jobs
+from cpnorm.lab.paper.tables import Row, Table
 from cpnorm.lab.training.config import Config
+from cpnorm.lab.training.driver import Stop
+from cpnorm.lab.training.run_networks import trained_network
 from cpnorm.lab.training.runs import RunError, RunFolder
-from cpnorm.lab.training.trainer import Options, Stop
+from cpnorm.lab.training.trainer import Options
+from cpnorm.lab.training.truncation import Truncation
 from official_files import WRITERS, make
 from tiny_queue import write_data
 
@@ -45,9 +49,22 @@ TINY = Config(
 )
 BASE = Row("tiny/base", "base", TINY, None)
 CUT = Row(
-    "tiny/cut", "cut", TINY, None, starts_from="tiny/base", compression=Compression(0.5, 0.001, epochs=1, start="same")
+    "tiny/cut",
+    "cut",
+    TINY,
+    None,
+    starts_from="tiny/base",
+    truncation=Truncation(rate=0.5),
+    tuning={"optimizer": "sgd", "lr": 0.001, "epochs": 1},
+    start="same",
 )
-TABLE = Table("tiny", "Tiny", "", rows=(BASE, CUT))
+
+
+def protocol(*rows: Row, **options: Any) -> Protocol:
+    return Protocol("tiny", {"tiny": Table("tiny", "Tiny", "", rows=rows)}, **options)
+
+
+PROTOCOL = protocol(BASE, CUT)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,24 +77,24 @@ def _data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reproduce, "all_tables", lambda: {"tiny": TABLE})
-    monkeypatch.setattr(paper, "row", lambda key: {row.key: row for row in TABLE.rows}[key])
+def store_of(folder: Path, rows: Protocol = PROTOCOL) -> Results:
+    return Results(folder / "results", rows)
 
 
-def run(folder: Path, seeds: int = 2, **options) -> list[Job]:
+def job(row: Row, seed: int, **options: Any) -> Job:
+    return Job(row, seed, **({"protocol": PROTOCOL} | options))
+
+
+def run(folder: Path, seeds: int = 2, **options: Any) -> list[Job]:
     return reproduce.reproduce(
         ["tiny"],
         seeds=range(seeds),
         results=folder / "results",
-        work=folder / "work",
-        announce=lambda _: None,
-        **options,
+        **({"work": folder / "work", "protocol": PROTOCOL, "announce": lambda _: None} | options),
     )
 
 
-def test_everything_missing_is_run_once(tmp_path: Path, tiny: None) -> None:
+def test_everything_missing_is_run_once(tmp_path: Path) -> None:
     assert run(tmp_path) == []
     lines = [json.loads(text) for text in (tmp_path / "results/tiny.jsonl").read_text().splitlines()]
     assert [(line["row"], line["seed"]) for line in lines] == [
@@ -88,87 +105,79 @@ def test_everything_missing_is_run_once(tmp_path: Path, tiny: None) -> None:
     ]
     base, cut = lines[0], lines[2]
     assert base["weights"] > cut["weights"]
-    assert base["compression"] is None
-    assert cut["compression"]["rate"] == 0.5
-    assert base["at_once"] == 2
+    assert base["truncation_settings"] is None
+    assert cut["truncation_settings"] == {"rate": 0.5, "start": "same", "networks": 1}
+    assert base["protocol"] == "tiny"
+    assert base["parallel_runs"] == 2
     assert len(base["curve"]["test_accuracy"]) == 1
-    assert base["final"] == base["curve"]["test_accuracy"][-1]
+    assert base["test_accuracy_last"] == base["curve"]["test_accuracy"][-1]
     assert base["environment"]["torch"]
     assert base["config"] == TINY.replace(seed=0).to_json()
     assert sum(base["histograms"]["features.2"]["after"]) == 2
-    assert base["explorer"]["accuracy"][0] == pytest.approx(base["final"], abs=0.6)
+    assert base["explorer"]["accuracy"][0] == pytest.approx(base["test_accuracy_last"], abs=0.6)
     assert len(base["layers"]["features.0"]["lambdas"]) == 1
     before = (tmp_path / "results/tiny.jsonl").read_bytes()
     assert run(tmp_path) == []
     assert (tmp_path / "results/tiny.jsonl").read_bytes() == before
 
 
-def test_a_time_limit_leaves_the_rest_and_the_next_call_goes_on(tmp_path: Path, tiny: None) -> None:
+def test_a_time_limit_leaves_the_rest_and_the_next_call_goes_on(tmp_path: Path) -> None:
     assert len(run(tmp_path, time_limit=0.0)) == 4
     assert run(tmp_path) == []
 
 
-def test_networks_that_are_not_at_hand_are_trained_again(tmp_path: Path, tiny: None) -> None:
+def test_networks_that_are_not_at_hand_are_trained_again(tmp_path: Path) -> None:
     run(tmp_path)
     path = tmp_path / "results/tiny.jsonl"
     bases = path.read_text().splitlines()[:2]
     path.write_text("\n".join(bases) + "\n")
     said: list[str] = []
-    left = reproduce.reproduce(
-        ["tiny"], seeds=[0, 1], results=tmp_path / "results", work=tmp_path / "elsewhere", announce=said.append
-    )
-    assert left == []
-    assert said[0] == "tiny/base: seeds 0 again, 1 again"
+    assert run(tmp_path, work=tmp_path / "elsewhere", announce=said.append) == []
+    assert said[0] == "tiny/base: seeds 0 (network only), 1 (network only)"
     assert len(path.read_text().splitlines()) == 4
 
 
-def test_a_chain_of_cuts_is_made_again_from_its_beginning(
-    tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    again = dataclasses.replace(CUT, key="tiny/again", starts_from=CUT.key)
-    table = Table("tiny", "Tiny", "", rows=(BASE, CUT, again))
-    monkeypatch.setattr(reproduce, "all_tables", lambda: {"tiny": table})
-    monkeypatch.setattr(paper, "row", lambda key: {row.key: row for row in table.rows}[key])
-    assert run(tmp_path, seeds=1) == []
+def test_a_chain_of_cuts_is_made_again_from_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = protocol(BASE, CUT, dataclasses.replace(CUT, key="tiny/again", starts_from=CUT.key))
+    assert run(tmp_path, seeds=1, protocol=chain) == []
     path = tmp_path / "results/tiny.jsonl"
     lines = path.read_text().splitlines()
     weights = [json.loads(line)["weights"] for line in lines]
     assert weights == sorted(weights, reverse=True)
     path.write_text("\n".join(lines[:2]) + "\n")
     said: list[str] = []
-    left = reproduce.reproduce(
-        ["tiny"], seeds=[0], results=tmp_path / "results", work=tmp_path / "elsewhere", announce=said.append
-    )
-    assert left == []
+    assert run(tmp_path, seeds=1, protocol=chain, work=tmp_path / "elsewhere", announce=said.append) == []
     assert [text for text in said if "%" not in text] == [
-        "tiny/base: seeds 0 again",
-        "tiny/cut: seeds 0 again",
+        "tiny/base: seeds 0 (network only)",
+        "tiny/cut: seeds 0 (network only)",
         "tiny/again: seeds 0",
     ]
     assert json.loads(path.read_text().splitlines()[2])["weights"] == weights[2]
 
 
 def test_a_cut_that_was_begun_goes_on_whatever_network_is_the_best_now(
-    tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    best = dataclasses.replace(CUT, compression=Compression(0.5, 0.001, epochs=1, start="best"))
-    table = Table("tiny", "Tiny", "", rows=(BASE, best))
-    monkeypatch.setattr(reproduce, "all_tables", lambda: {"tiny": table})
-    monkeypatch.setattr(paper, "row", lambda key: {row.key: row for row in table.rows}[key])
-    assert run(tmp_path, seeds=1) == []
+    best = protocol(BASE, dataclasses.replace(CUT, start="best"))
+    assert run(tmp_path, seeds=1, protocol=best) == []
     path = tmp_path / "results/tiny.jsonl"
     base, cut = map(json.loads, path.read_text().splitlines())
-    path.write_text(json.dumps(base) + "\n" + json.dumps(base | {"seed": 1, "final": 99.0}) + "\n")  # a better one
+    path.write_text(
+        json.dumps(base) + "\n" + json.dumps(base | {"seed": 1, "test_accuracy_last": 99.0}) + "\n"
+    )  # a better one
     folder = tmp_path / "work/tiny/cut/0"
     for name in ("record.json", "model.safetensors"):  # as if it had been stopped
         (folder / name).unlink()
-    shutil.rmtree(tmp_path / "work/tiny/base")  # which it has no need of any more
-    assert run(tmp_path, seeds=1) == []
+    shutil.rmtree(tmp_path / "work/tiny/base")  # no longer needed
+    assert run(tmp_path, seeds=1, protocol=best) == []
     again = json.loads(path.read_text().splitlines()[-1])
-    assert (again["final"], again["compress"]["network"]) == (cut["final"], cut["compress"]["network"])
+    assert (again["test_accuracy_last"], again["truncation_result"]["network"]) == (
+        cut["test_accuracy_last"],
+        cut["truncation_result"]["network"],
+    )
 
 
-def test_a_network_that_was_removed_is_trained_again(tmp_path: Path, tiny: None) -> None:
+def test_a_network_that_was_removed_is_trained_again(tmp_path: Path) -> None:
     run(tmp_path, seeds=1)
     path = tmp_path / "results/tiny.jsonl"
     base, cut = path.read_text().splitlines()
@@ -179,20 +188,20 @@ def test_a_network_that_was_removed_is_trained_again(tmp_path: Path, tiny: None)
         trained_network(RunFolder(tmp_path / "work/tiny/base/0"))
     assert run(tmp_path, seeds=1) == []
     again = json.loads(path.read_text().splitlines()[-1])
-    assert (again["final"], again["compress"]["network"]) == (
-        json.loads(cut)["final"],
-        json.loads(cut)["compress"]["network"],
+    assert (again["test_accuracy_last"], again["truncation_result"]["network"]) == (
+        json.loads(cut)["test_accuracy_last"],
+        json.loads(cut)["truncation_result"]["network"],
     )
 
 
-def test_a_failing_row_does_not_stop_the_others(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_row_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no")
 
     monkeypatch.setattr(reproduce, "start", broken)
     with pytest.raises(RunError, match="tiny/cut failed; 1 runs are missing"):
         run(tmp_path, seeds=1)
-    left = reproduce.missing_jobs(["tiny"], [0], Results(tmp_path / "results"))
+    left = missing_jobs(["tiny"], [0], store_of(tmp_path))
     assert [str(job) for job in left] == ["tiny/cut, seed 0"]
 
 
@@ -201,59 +210,55 @@ def test_rows_that_do_not_exist_are_named(tmp_path: Path) -> None:
         reproduce.missing_jobs(["mnist/nosuch"], [0], Results(tmp_path))
 
 
-def test_a_run_that_diverges_is_a_line_too(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_diverges_is_a_line_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = Row("tiny/wild", "wild", TINY.replace(optimizer="sgd", lr=3e38, batch_size=8), None)
-    monkeypatch.setattr(reproduce, "all_tables", lambda: {"tiny": Table("tiny", "Tiny", "", rows=(row,))})
-    monkeypatch.setattr(paper, "row", lambda key: row)
-    assert run(tmp_path, seeds=1) == []
+    assert run(tmp_path, seeds=1, protocol=protocol(row)) == []
     line = json.loads((tmp_path / "results/tiny.jsonl").read_text(), parse_constant=pytest.fail)  # NaN is no JSON
     assert line["curve"]["loss"] == [None]
     assert line["diverged"].startswith("the loss was")
     assert "explorer" not in line
 
 
-def test_the_best_network_is_one_that_did_not_diverge(tmp_path: Path, tiny: None) -> None:
-    store = Results(tmp_path)
+def test_the_best_network_is_one_that_did_not_diverge(tmp_path: Path) -> None:
+    store = store_of(tmp_path)
     for seed, final, diverged in ((0, None, "the loss was nan in epoch 1"), (1, 88.0, None), (2, 89.0, None)):
-        store.append({"table": "tiny", "row": BASE.key, "seed": seed, "final": final, "diverged": diverged})
-    best = dataclasses.replace(CUT, compression=Compression(0.5, 0.001, start="best"))
-    assert reproduce.base_of(Job(best, 0), store.done()) == Job(BASE, 2, again=True)
-    assert reproduce.base_of(Job(CUT, 1), store.done()) == Job(BASE, 1, again=True)
-    assert reproduce.base_of(Job(BASE, 0), store.done()) is None
+        store.append(
+            {"table": "tiny", "row": BASE.key, "seed": seed, "test_accuracy_last": final, "diverged": diverged}
+        )
+    best = dataclasses.replace(CUT, start="best")
+    assert reproduce.base_of(job(best, 0), store.done()) == Job(BASE, 2, retrain_only=True)
+    assert reproduce.base_of(job(CUT, 1), store.done()) == Job(BASE, 1, retrain_only=True)
+    assert reproduce.base_of(job(BASE, 0), store.done()) is None
 
 
-def test_a_claimed_job_is_left_to_its_owner(tmp_path: Path, tiny: None) -> None:
-    with Results(tmp_path / "results").claim(Job(BASE, 0)) as ours:
+def test_a_claimed_job_is_left_to_its_owner(tmp_path: Path) -> None:
+    with store_of(tmp_path).claim(job(BASE, 0)) as ours:
         assert ours
         left = run(tmp_path, seeds=1)
     assert Job(BASE, 0) in left
 
 
-def test_cuts_wait_for_the_networks_they_start_from(tmp_path: Path, tiny: None) -> None:
-    with Results(tmp_path / "results").claim(Job(BASE, 0)):
+def test_cuts_wait_for_the_networks_they_start_from(tmp_path: Path) -> None:
+    with store_of(tmp_path).claim(job(BASE, 0)):
         assert [str(job) for job in run(tmp_path)] == ["tiny/base, seed 0", "tiny/cut, seed 0"]
     assert run(tmp_path) == []
 
 
-def test_a_network_that_another_process_trains_is_waited_for(
-    tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_network_that_another_process_trains_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path, seeds=1)
     path = tmp_path / "results/tiny.jsonl"
     path.write_text(path.read_text().splitlines()[0] + "\n")
     waited: list[float] = []
     with ExitStack() as other:
-        other.enter_context(Results(tmp_path / "results").claim(Job(BASE, 0, again=True)))
+        other.enter_context(store_of(tmp_path).claim(job(BASE, 0, retrain_only=True)))
         monkeypatch.setattr(time, "sleep", lambda seconds: (waited.append(seconds), other.close()))
-        left = reproduce.reproduce(["tiny"], seeds=[0], results=tmp_path / "results", work=tmp_path / "elsewhere")
+        left = run(tmp_path, seeds=1, work=tmp_path / "elsewhere")
     assert (left, len(waited)) == ([], 1)
 
 
-def test_a_process_that_waits_takes_over_what_others_leave(
-    tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_waits_takes_over_what_others_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as other:
-        other.enter_context(Results(tmp_path / "results").claim(Job(BASE, 0)))
+        other.enter_context(store_of(tmp_path).claim(job(BASE, 0)))
         monkeypatch.setattr(time, "sleep", lambda _: other.close())
         assert run(tmp_path, seeds=1, wait=True) == []
 
@@ -261,14 +266,10 @@ def test_a_process_that_waits_takes_over_what_others_leave(
 SCRIPT = """
     import sys
     from pathlib import Path
-    from cpnorm.lab.paper import tables as paper
-    from cpnorm.lab.paper import reproduce
     sys.path[:0] = {here!r}
-    from test_reproduce import TABLE
-    reproduce.all_tables = lambda: {{"tiny": TABLE}}
-    paper.row = lambda key: {{row.key: row for row in TABLE.rows}}[key]
+    from test_reproduce import run
     folder = Path(sys.argv[1])
-    reproduce.reproduce(["tiny"], seeds=range(2), results=folder / "results", work=folder / sys.argv[2], at_once=1)
+    run(folder, work=folder / sys.argv[2], parallel_runs=1)
 """
 
 
@@ -290,7 +291,7 @@ def test_two_processes_share_a_folder(tmp_path: Path) -> None:
     assert {("tiny/base", 0), ("tiny/base", 1)} <= set(done)
 
 
-def test_a_killed_queue_goes_on(tmp_path: Path, tiny: None) -> None:
+def test_a_killed_queue_goes_on(tmp_path: Path) -> None:
     process = start(tmp_path, "work")
     deadline = time.monotonic() + 120
     while not (tmp_path / "results/tiny.jsonl").exists() and time.monotonic() < deadline:
@@ -316,15 +317,15 @@ def test_single_rows_and_unknown_tables(tmp_path: Path) -> None:
     jobs = missing_jobs(["cifar10/cp-sgd"], [0, 1], Results(tmp_path))
     assert [str(job) for job in jobs] == ["cifar10/cp-sgd, seed 0", "cifar10/cp-sgd, seed 1"]
     with pytest.raises(ValueError, match="unknown tables: cifar; there are cifar10"):
-        find_tables(["cifar"])
-    assert set(all_tables()) >= {"beyond-cifar10", "alexnet-ranks"}
+        WORDS.find_tables(["cifar"])
+    assert set(WORDS.tables) >= {"beyond-cifar10", "alexnet-ranks"}
 
 
 def test_our_rows_name_every_layer_and_start_from_rows_that_exist() -> None:
     for table in beyond.TABLES:
         for row in table.rows:
             if row.starts_from:
-                assert all_rows()[row.starts_from].config == row.config
+                assert WORDS.row(row.starts_from).config == row.config
             elif row.config.norm == "cp" and row.config.rank != "paper":
                 assert set(row.config.rank) == set(paper.paper_ranks(row.config.model))
 
@@ -357,9 +358,7 @@ def test_ranks_are_missing_until_they_are_estimated(tmp_path: Path, monkeypatch:
     ]
 
 
-def test_a_finished_run_whose_line_is_missing_is_not_run_again(
-    tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_whose_line_is_missing_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed, or out of disk space, between the end of a run and its line."""
 
     def fail(*_: object) -> None:
@@ -376,19 +375,25 @@ def test_a_finished_run_whose_line_is_missing_is_not_run_again(
     lines = [json.loads(text) for text in (tmp_path / "results/tiny.jsonl").read_text().splitlines()]
     assert [(line["row"], line["seed"]) for line in lines[:1]] == [("tiny/base", 0)]
     assert "explorer" in lines[0]  # what the report draws is kept, too
-    assert lines[0]["at_once"] == 2
+    assert lines[0]["parallel_runs"] == 2
 
 
 def test_a_network_that_somebody_else_has_trained_meanwhile_is_not_trained_again(
-    tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path)
     network = tmp_path / "work/tiny/base/0/model.safetensors"
     before = network.stat().st_mtime_ns
-    job = Job(TABLE.rows[0], 0, again=True)
-    store, said = Results(tmp_path / "results"), []
+    store, said = store_of(tmp_path), []
     mine = reproduce.run_group(
-        [job], store, tmp_path / "work", load("digits"), Options(device="cpu"), (), Stop(), said.append
+        [job(BASE, 0, retrain_only=True)],
+        store,
+        tmp_path / "work",
+        load("digits"),
+        Options(device="cpu"),
+        (),
+        Stop(),
+        said.append,
     )
     assert (mine, said) == (1, [])
     assert network.stat().st_mtime_ns == before
@@ -400,14 +405,14 @@ def test_a_cut_asked_for_by_itself_starts_from_the_best_of_all_seeds(tmp_path: P
     assert [str(job) for job in jobs[3:]] == [f"compress-cifar10/50, seed {seed}" for seed in range(3)]
 
 
-def test_networks_to_be_trained_again_are_known_beforehand(tmp_path: Path, tiny: None) -> None:
+def test_networks_to_be_trained_again_are_known_beforehand(tmp_path: Path) -> None:
     run(tmp_path, seeds=1)
-    store = Results(tmp_path / "results")
+    store = store_of(tmp_path)
     left = missing_jobs(["tiny"], range(1), store)
     assert left == []
-    cut = [Job(TABLE.rows[1], 0)]
-    assert reproduce.networks_again(cut, store.done(), tmp_path / "work") == []
-    assert [str(job) for job in reproduce.networks_again(cut, store.done(), tmp_path / "elsewhere")] == [
+    cut = [job(CUT, 0)]
+    assert reproduce.networks_to_retrain(cut, store.done(), tmp_path / "work") == []
+    assert [str(job) for job in reproduce.networks_to_retrain(cut, store.done(), tmp_path / "elsewhere")] == [
         "tiny/base, seed 0"
     ]
 
@@ -418,12 +423,9 @@ def test_a_seed_that_is_no_number_is_named(tmp_path: Path) -> None:
         Results(tmp_path).done()
 
 
-@pytest.mark.usefixtures("tiny")
-def test_other_data_than_the_official_ones_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = dataclasses.replace(BASE, config=TINY.replace(data="mnist"))
-    table = dataclasses.replace(TABLE, rows=(wrong,))
-    monkeypatch.setattr(reproduce, "all_tables", lambda: {"tiny": table})
+def test_other_data_than_the_official_ones_are_refused(tmp_path: Path) -> None:
+    wrong = protocol(dataclasses.replace(BASE, config=TINY.replace(data="mnist")))
     WRITERS["mnist"](tmp_path, make("mnist"))
     with pytest.raises(WrongDataError, match=r"the mnist data in .* are not the official ones"):
-        run(tmp_path, options=Options(data_dir=tmp_path))
+        run(tmp_path, protocol=wrong, options=Options(data_dir=tmp_path))
     assert not (tmp_path / "results/tiny.jsonl").exists()

@@ -44,7 +44,7 @@ def start(cluster: Path, task: int, seconds: float = 600, **variables: str) -> s
         "SLURM_JOB_END_TIME": str(round(time.time() + seconds)),
         **variables,
     }
-    words = ["tiny", "--seeds", "2", "--at-once", "1", "--checkpoint-every", "0.1"]
+    words = ["tiny", "--seeds", "2", "--parallel-runs", "1", "--checkpoint-every", "0.1"]
     return subprocess.Popen(["bash", str(SCRIPT), *words], env=environment)
 
 

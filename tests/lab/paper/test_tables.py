@@ -112,7 +112,7 @@ class TestTables:
             assert (published.max, published.mean, published.sd) == (number(maximum), float(mean), number(sd))
             assert published.weights == (pytest.approx(float(millions) * 1e6) if millions else None)
             if lr:
-                assert row.compression.lr == float(lr)
+                assert row.finetuning.lr == float(lr)
 
     def test_labels_and_keys_are_unique(self):
         for things in (paper.tables(), paper.rows(), paper.figures()):
@@ -221,8 +221,8 @@ class TestSharedRuns:
             assert source.same_as is None
             assert source.starts_from is None
             assert source.config == row.config
-            assert (row.compression is None) == (row.starts_from is None)
-        assert all((row.compression is None) == (row.starts_from is None) for row in paper.rows())
+            assert (row.truncation is None) == (row.starts_from is None)
+        assert all((row.truncation is None) == (row.starts_from is None) for row in paper.rows())
 
     def test_fine_tuning_is_as_the_captions_say(self):
         for row in paper.rows():
@@ -256,7 +256,7 @@ class TestWeights:
         row = paper.row(key)
         model = row.config.model
         if row.config.norm == "cp":
-            rate = row.compression.rate if row.compression else 0.0
+            rate = row.truncation.rate if row.truncation else 0.0
             count = canonical_weights(model, rate) + self.BEYOND[model]
         else:
             plain = {"alexnet": 6_976_842, "lenet": 1_199_882}[model]
@@ -271,7 +271,7 @@ class TestWeights:
         assert table.counted == ("features.3", "features.6", "features.8", "features.10")
         assert canonical_weights("alexnet", 0, table.counted) == 3_211_723  # published: 3.21 M
         cut = paper.row("tai/canonical-91")
-        kept = canonical_weights("alexnet", cut.compression.rate, cut.compression.layers)
+        kept = canonical_weights("alexnet", cut.truncation.rate, cut.truncation.layers)
         assert kept == 204_823  # published: 0.20 M
         assert 1 - kept / 2_248_704 == pytest.approx(0.9091, abs=5e-4)  # the 90.91 % are of the plain convolutions
 

@@ -364,11 +364,11 @@ class TestExplanations:
 
 
 def test_what_tests_a_row_is_that_row_with_something_changed():
-    rows = [row for row in beyond.rows() if row.tests]
+    rows = [row for row in beyond.rows() if row.variant_of]
     assert len(rows) > 20
     for row in rows:
-        tested = paper.row(row.tests)
-        assert (row.config, row.compression) != (tested.config, tested.compression)
+        tested = paper.row(row.variant_of)
+        assert (row.config, row.truncation, row.tuning) != (tested.config, tested.truncation, tested.tuning)
         assert (row.config.data, row.config.model, row.config.norm) == (
             tested.config.data,
             tested.config.model,

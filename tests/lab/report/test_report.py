@@ -150,8 +150,8 @@ class TestDocument:
         folder = synthetic_results.write(tmp_path / "results", seeds=2)
         path = folder / "cifar10.jsonl"
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        alone, text = len(lines) // 2, [json.dumps(line | {"at_once": 4}) for line in lines[: len(lines) // 2]]
-        path.write_text("\n".join([*text, *(json.dumps(line | {"at_once": 1}) for line in lines[alone:])]) + "\n")
+        alone, text = len(lines) // 2, [json.dumps(line | {"parallel_runs": 4}) for line in lines[: len(lines) // 2]]
+        path.write_text("\n".join([*text, *(json.dumps(line | {"parallel_runs": 1}) for line in lines[alone:])]) + "\n")
         for other in set(folder.glob("*.jsonl")) - {path}:
             other.unlink()
         minutes = (alone / 4 + len(lines) - alone) * 61.5 / 60

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import remove_parametrizations
 
 import cpnorm
 from cpnorm.lab.training.baselines import weight_norm
-from cpnorm.lab.training.compiling import as_matrix_products, pooled_at_once, ready, relu_max_pool2d
+from cpnorm.lab.training.compiling import as_matrix_products, fused_relu_pool, ready, relu_max_pool2d
 from cpnorm.lab.training.prebuilt import PrebuiltWeights, rebuilt_weight
 
 
@@ -154,6 +154,6 @@ def test_which_layers_are_pooled_at_once() -> None:
         (nn.MaxPool2d(2), nn.ReLU()),
     ]
     for pair, changes in [*((p, True) for p in pairs), *((p, False) for p in others)]:
-        with pooled_at_once(nn.Sequential(nn.Sequential(*pair))):
+        with fused_relu_pool(nn.Sequential(nn.Sequential(*pair))):
             assert ["forward" in m.__dict__ for m in pair] == [changes, changes]
         assert not any("forward" in m.__dict__ for m in pair)

@@ -12,10 +12,15 @@ from torch.nn.utils import parametrize
 import cpnorm
 from cpnorm.lab.data.images import ImageSet, load, normalize
 from cpnorm.lab.training import compression
-from cpnorm.lab.training.compression import Cut, compress, export_network, identity, plain_layers, trained_network
+from cpnorm.lab.training.compression import compress, identity
 from cpnorm.lab.training.config import Config
+from cpnorm.lab.training.driver import Stop
+from cpnorm.lab.training.run_networks import export_network, plain_layers, trained_network
 from cpnorm.lab.training.runs import RunError, RunFolder
-from cpnorm.lab.training.trainer import Options, Stop, Trainer, fit
+from cpnorm.lab.training.setup import build_model
+from cpnorm.lab.training.trainer import Options, Trainer
+from cpnorm.lab.training.truncation import Truncation
+from training_runs import fit
 
 RANKS = {"features.0": 6, "features.2": 12, "classifier.1": 8, "classifier.4": 6}
 CONFIG = Config(
@@ -51,7 +56,7 @@ def lines(folder: Path) -> list[dict]:
 
 
 def test_the_largest_terms_stay(canonical: Path, digits: ImageSet, tmp_path: Path) -> None:
-    record = compress(canonical, Cut(rate=0.5), CONFIG.replace(epochs=0), out=tmp_path, data=digits, options=CPU)
+    record = compress(canonical, Truncation(rate=0.5), CONFIG.replace(epochs=0), out=tmp_path, data=digits, options=CPU)
     before, after = (cpnorm.canonical_layers(trained_network(RunFolder(f))) for f in (canonical, tmp_path))
     for name, layer in before.items():
         kept = layer.lambdas.abs().argsort(descending=True)[: layer.rank // 2].sort().values
@@ -62,24 +67,26 @@ def test_the_largest_terms_stay(canonical: Path, digits: ImageSet, tmp_path: Pat
     assert record["weights"] == sum(p.numel() for p in trained_network(RunFolder(tmp_path)).parameters())
     trainer = Trainer(CONFIG, digits, CPU, model=trained_network(RunFolder(tmp_path)))
     accuracy = trainer.evaluate(digits.test_images, digits.test_labels)[1]
-    assert record["final"] == record["compress"]["accuracy_cut"] == pytest.approx(accuracy, abs=1e-3)
-    assert record["compress"]["accuracy_before"] == (RunFolder(canonical).record() or {})["final"]
-    assert [row["rank_after"] for row in record["compress"]["report"]["layers"]] == [3, 6, 4, 3]
+    assert (
+        record["test_accuracy_last"] == record["truncation_result"]["accuracy_cut"] == pytest.approx(accuracy, abs=1e-3)
+    )
+    assert record["truncation_result"]["accuracy_before"] == (RunFolder(canonical).record() or {})["test_accuracy_last"]
+    assert [row["rank_after"] for row in record["truncation_result"]["report"]["layers"]] == [3, 6, 4, 3]
 
 
 def test_only_the_layers_named(canonical: Path, digits: ImageSet, tmp_path: Path) -> None:
-    cut = Cut(rate=0.75, layers=("features.2",))
+    cut = Truncation(rate=0.75, layers=("features.2",))
     compress(canonical, cut, CONFIG.replace(epochs=0), out=tmp_path, data=digits, options=CPU)
     layers = cpnorm.canonical_layers(trained_network(RunFolder(tmp_path)))
     assert {name: layer.rank for name, layer in layers.items()} == {**RANKS, "features.2": 3}
     with pytest.raises(ValueError, match=r"expected canonical layers \(features.0, .*\), got features.1"):
-        compression.cut_network(
-            trained_network(RunFolder(canonical)), Cut(rate=0.5, layers=("features.1",)), digits, CONFIG
+        compression.truncate_network(
+            trained_network(RunFolder(canonical)), Truncation(rate=0.5, layers=("features.1",)), digits, CONFIG
         )
 
 
 def test_a_stopped_fine_tuning_goes_on_to_the_bit(canonical: Path, digits: ImageSet, tmp_path: Path) -> None:
-    config, cut = CONFIG.replace(epochs=3), Cut(rate=0.5, criterion="gram", refit="lambdas")
+    config, cut = CONFIG.replace(epochs=3), Truncation(rate=0.5, criterion="gram", refit="lambdas")
     whole = compress(canonical, cut, config, out=tmp_path / "whole", data=digits, options=CPU)
     stop = Stop()
 
@@ -105,30 +112,30 @@ def test_a_stopped_fine_tuning_goes_on_to_the_bit(canonical: Path, digits: Image
 
 def test_another_cut_or_network_does_not_mix(canonical: Path, plain: Path, digits: ImageSet, tmp_path: Path) -> None:
     none = CONFIG.replace(epochs=0)
-    compress(canonical, Cut(rate=0.5), none, out=tmp_path / "a", data=digits, options=CPU)
+    compress(canonical, Truncation(rate=0.5), none, out=tmp_path / "a", data=digits, options=CPU)
     with pytest.raises(RunError, match=r"holds a run with other settings.*rate.*0\.5.*0\.25"):
-        compress(canonical, Cut(rate=0.25), none, out=tmp_path / "a", data=digits, options=CPU)
+        compress(canonical, Truncation(rate=0.25), none, out=tmp_path / "a", data=digits, options=CPU)
     other = tmp_path / "other"
     shutil.copytree(canonical, other)
     shutil.copy(plain / "model.safetensors", other)
     with pytest.raises(RunError, match=r"holds a run with other settings.*network"):
-        compress(other, Cut(rate=0.5), none, out=tmp_path / "a", data=digits, options=CPU)
+        compress(other, Truncation(rate=0.5), none, out=tmp_path / "a", data=digits, options=CPU)
     moved = tmp_path / "moved"
     shutil.copytree(canonical, moved)  # the same network elsewhere is the same network
-    compress(moved, Cut(rate=0.5), none, out=tmp_path / "a", data=digits, options=CPU)
+    compress(moved, Truncation(rate=0.5), none, out=tmp_path / "a", data=digits, options=CPU)
     for _ in range(6):  # and so it is when it is written again, with the header in another order
         cpnorm.save(trained_network(RunFolder(canonical)), moved / "model.safetensors", metadata={"model": "lenet"})
-        assert identity(RunFolder(moved), Cut(rate=0.5)) == identity(RunFolder(canonical), Cut(rate=0.5))
+        assert identity(RunFolder(moved), Truncation(rate=0.5)) == identity(RunFolder(canonical), Truncation(rate=0.5))
 
 
 def test_what_never_began_is_not_in_the_way(canonical: Path, digits: ImageSet, tmp_path: Path) -> None:
     none = CONFIG.replace(epochs=0)
     with pytest.raises(ValueError, match="expected 0 <= rate < 1, got 2"):
-        compress(canonical, Cut(rate=2), none, out=tmp_path, data=digits, options=CPU)
-    compress(canonical, Cut(rate=0.5), none, out=tmp_path, data=digits, options=CPU)
+        compress(canonical, Truncation(rate=2), none, out=tmp_path, data=digits, options=CPU)
+    compress(canonical, Truncation(rate=0.5), none, out=tmp_path, data=digits, options=CPU)
     before = (tmp_path / "config.json").read_text()
     with pytest.raises(RunError, match="holds a run with other settings"):
-        compress(canonical, Cut(rate=2), none, out=tmp_path, data=digits, options=CPU)
+        compress(canonical, Truncation(rate=2), none, out=tmp_path, data=digits, options=CPU)
     assert (tmp_path / "config.json").read_text() == before
 
 
@@ -137,8 +144,8 @@ def test_held_out_images_do_not_choose(canonical: Path, digits: ImageSet, monkey
     truncate = cpnorm.truncate
     monkeypatch.setattr(cpnorm, "truncate", lambda *a, **k: shown.append(k["data"]) or truncate(*a, **k))
     config = CONFIG.replace(validation=40)
-    cut = Cut(params=20_000, criterion="taylor")
-    report = compression.cut_network(trained_network(RunFolder(canonical)), cut, digits, config)
+    cut = Truncation(params=20_000, criterion="taylor")
+    report = compression.truncate_network(trained_network(RunFolder(canonical)), cut, digits, config)
     assert report is not None
     assert report["weights_after"] <= 20_000 < report["weights_before"]
     rest, held, _ = digits.split_validation(40, config.seed)
@@ -151,26 +158,28 @@ def test_held_out_images_do_not_choose(canonical: Path, digits: ImageSet, monkey
 def test_low_rank_form_of_a_plain_network(plain: Path, digits: ImageSet, tmp_path: Path) -> None:
     ranks = {"features.2": 5}
     config = CONFIG.replace(norm="tai", rank=ranks)
-    record = compress(plain, Cut(tai_ranks=ranks), config, out=tmp_path, data=digits, options=CPU)
+    record = compress(plain, Truncation(tai_ranks=ranks), config, out=tmp_path, data=digits, options=CPU)
     model = trained_network(RunFolder(tmp_path)).eval()
     assert model.get_submodule("features.2.vertical").weight.shape == (5, 32, 3, 1)
     assert record["weights"] == sum(p.numel() for p in model.parameters())
     trainer = Trainer(config, digits, CPU, model=model)
-    assert trainer.evaluate(digits.test_images, digits.test_labels)[1] == pytest.approx(record["final"], abs=1e-3)
+    assert trainer.evaluate(digits.test_images, digits.test_labels)[1] == pytest.approx(
+        record["test_accuracy_last"], abs=1e-3
+    )
 
 
 def test_nothing_to_cut(plain: Path, digits: ImageSet, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no canonical layer to truncate"):
-        compress(plain, Cut(rate=0.5), CONFIG, out=tmp_path / "a", data=digits, options=CPU)
+        compress(plain, Truncation(rate=0.5), CONFIG, out=tmp_path / "a", data=digits, options=CPU)
     with pytest.raises(RunError, match="holds no run"):
-        compress(tmp_path / "nowhere", Cut(rate=0.5), CONFIG, out=tmp_path / "b", data=digits, options=CPU)
+        compress(tmp_path / "nowhere", Truncation(rate=0.5), CONFIG, out=tmp_path / "b", data=digits, options=CPU)
     begun = RunFolder(tmp_path / "begun")
     with begun.claimed(CONFIG), pytest.raises(RunError, match="no trained network yet"):
         trained_network(begun)
 
 
 def test_plain_layers_compute_the_same(canonical: Path, digits: ImageSet) -> None:
-    weighted = compression.build_model(CONFIG.replace(norm="weight"), digits, torch.device("cpu")).eval()
+    weighted = build_model(CONFIG.replace(norm="weight"), digits, torch.device("cpu")).eval()
     images = normalize(digits.test_images, digits.mean, digits.std)
     for model in (weighted, trained_network(RunFolder(canonical)).eval()):
         before = model(images)

@@ -14,11 +14,12 @@ from torch._dynamo.testing import CompileCounter
 from cpnorm.lab.data.images import ImageSet
 from cpnorm.lab.training import prebuilt, steps
 from cpnorm.lab.training.config import Config
+from cpnorm.lab.training.driver import drive
 from cpnorm.lab.training.epoch_metrics import means
 from cpnorm.lab.training.forward import batch_loss, batch_outputs, loss_of
 from cpnorm.lab.training.prebuilt import PrebuiltWeights, halves, rebuilt_weight
 from cpnorm.lab.training.steps import Step
-from cpnorm.lab.training.trainer import Options, Trainer, drive
+from cpnorm.lab.training.trainer import Options, Trainer
 
 STEPS = 60
 LOW_RANK = Config(

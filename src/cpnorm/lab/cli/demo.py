@@ -21,11 +21,14 @@ from torch import Tensor, nn
 import cpnorm
 from cpnorm.lab.cli import pictures
 from cpnorm.lab.data.images import ImageSet, load, normalize
-from cpnorm.lab.training.compression import Cut, complete, compress, plain_layers, trained_network
+from cpnorm.lab.training.compression import compress
 from cpnorm.lab.training.config import Config
+from cpnorm.lab.training.driver import Observer, Stop, run_to_end
+from cpnorm.lab.training.run_networks import plain_layers, trained_network
 from cpnorm.lab.training.runs import RunFolder, write_atomically
 from cpnorm.lab.training.setup import build_model
-from cpnorm.lab.training.trainer import Observer, Options, Stop, Trainer
+from cpnorm.lab.training.trainer import Options, Trainer
+from cpnorm.lab.training.truncation import Truncation
 
 BASE = Config(model="lenet", data="digits", init="power", optimizer="adam", lr=0.001, schedule="cosine", epochs=8)
 FINE_TUNING_EPOCHS = 4
@@ -44,7 +47,7 @@ class Chapter:
     name: str
     folder: RunFolder
     config: Config
-    cut: Cut | None = None
+    truncation: Truncation | None = None
 
 
 def chapters(out: Path, seed: int) -> list[Chapter]:
@@ -54,17 +57,17 @@ def chapters(out: Path, seed: int) -> list[Chapter]:
     for rate in RATES:
         name, folder = f"canonical, {100 * rate:.0f} % cut", RunFolder(out / f"canonical-cut-{100 * rate:.0f}")
         config = BASE.replace(norm="cp", seed=seed, epochs=FINE_TUNING_EPOCHS)
-        plan.append(Chapter(name, folder, config, Cut(rate=rate, layers=LARGE)))
+        plan.append(Chapter(name, folder, config, Truncation(rate=rate, layers=LARGE)))
     return plan
 
 
 def run_chapter(chapter: Chapter, source: RunFolder, data: ImageSet, observers: Sequence[Observer], stop: Stop) -> None:
     """Train or fine-tune, unless it was done before."""
-    folder, config, cut, options = chapter.folder, chapter.config, chapter.cut, Options(device="cpu")
+    folder, config, cut, options = chapter.folder, chapter.config, chapter.truncation, Options(device="cpu")
     if cut:
         compress(source.path, cut, config, out=folder.path, data=data, options=options, observers=observers, stop=stop)
     else:
-        complete(folder, config, lambda: Trainer(config, data, options), observers=observers, stop=stop)
+        run_to_end(folder, config, lambda: Trainer(config, data, options), observers=observers, stop=stop)
 
 
 def run_demo(out: Path, seed: int, console: Console, silent: bool = False) -> Story | None:
@@ -82,7 +85,7 @@ def run_demo(out: Path, seed: int, console: Console, silent: bool = False) -> St
                 console.print(f"stopped: {stop.reason}; the same command goes on from there")
                 return None
             if not (silent or console.is_terminal):
-                console.print(f"{chapter.name}: {(chapter.folder.record() or {})['final']} %")
+                console.print(f"{chapter.name}: {(chapter.folder.record() or {})['test_accuracy_last']} %")
         bar.update(task, description="timing and drawing")
         story = Story(compare(plan, data), out / "index.html")
         write_atomically(story.page, page(story, plan, data, seed).encode())
@@ -151,9 +154,9 @@ def compare(plan: Sequence[Chapter], data: ImageSet) -> list[Network]:
     networks = []
     for chapter in plan:
         record = chapter.folder.record() or {}
-        cut = record.get("compress", {}).get("accuracy_cut")
-        final, taken = record["final"], milliseconds[chapter.name]
-        networks.append(Network(chapter.name, str(chapter.folder.path), record["weights"], cut, final, taken))
+        cut = record.get("truncation_result", {}).get("accuracy_cut")
+        last, taken = record["test_accuracy_last"], milliseconds[chapter.name]
+        networks.append(Network(chapter.name, str(chapter.folder.path), record["weights"], cut, last, taken))
     return networks
 
 
@@ -181,7 +184,7 @@ def page(story: Story, plan: Sequence[Chapter], data: ImageSet, seed: int) -> st
     cells = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     table = f"<table><tr>{''.join(f'<th>{cell}</th>' for cell in header)}</tr>{cells}</table>"
     lines = {chapter.name: chapter.folder.metrics() for chapter in plan}
-    after = {chapter.name: BASE.epochs for chapter in plan if chapter.cut}
+    after = {chapter.name: BASE.epochs for chapter in plan if chapter.truncation}
     points = {network.name: (network.weights, network.accuracy) for network in story.networks}
     drawn = (
         (

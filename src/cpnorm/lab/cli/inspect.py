@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.box import SIMPLE
@@ -14,12 +14,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import cpnorm
-from cpnorm.lab.training.compression import blank, trained_network
+from cpnorm.lab.training.run_networks import blank, trained_network
 from cpnorm.lab.training.runs import RunError, RunFolder
 from cpnorm.lab.training.setup import build_model
-
-if TYPE_CHECKING:
-    from cpnorm.describe.summarize import Summary
 
 BARS = "▁▂▃▄▅▆▇█"
 QUICK_INITS = ("exact", "kaiming_normal", "kaiming_uniform")
@@ -34,7 +31,7 @@ class Inspection:
     record: dict[str, Any] | None  # None: not finished yet
     metrics: list[dict[str, Any]]
     model: nn.Module | None
-    summary: Summary | None  # None without canonical layers
+    summary: cpnorm.Summary | None  # None without canonical layers
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -72,15 +69,15 @@ def result_table(run: Inspection) -> Table:
     table.add_row("network", f"{norm[settings['norm']]} {settings['model']} on {settings['data']}")
     optimizer = f"{settings['optimizer']}, learning rate {settings['lr']:g}, batch {settings['batch_size']}"
     table.add_row("training", f"{optimizer}, seed {settings['seed']}, {len(run.metrics)}/{settings['epochs']} epochs")
-    if record and record["final"] is not None:
-        best = f" (best {record['best']:.2f} % in epoch {record['best_epoch']})"
-        table.add_row("test accuracy", f"{record['final']:.2f} %{best}")
+    if record and record["test_accuracy_last"] is not None:
+        best = f" (best {record['test_accuracy_best']:.2f} % in epoch {record['best_epoch']})"
+        table.add_row("test accuracy", f"{record['test_accuracy_last']:.2f} %{best}")
     elif run.metrics:
         table.add_row("test accuracy", f"{run.metrics[-1]['test_accuracy']:.2f} % so far")
     if record:
         table.add_row("weights", f"{record['weights']:,}")
-        table.add_row("time", f"{record['seconds']:,.0f} s in training steps and evaluation ({record['step']})")
-        if cut := record.get("compress"):
+        table.add_row("time", f"{record['seconds']:,.0f} s in training steps and evaluation ({record['step_mode']})")
+        if cut := record.get("truncation_result"):
             before = "" if cut["accuracy_before"] is None else f"{cut['accuracy_before']:.2f} % before, "
             table.add_row("compressed", f"{before}{cut['accuracy_cut']:.2f} % before fine-tuning")
         if record["diverged"]:
@@ -193,7 +190,7 @@ def lambda_states(run: Inspection) -> dict[str, dict[str, Tensor]]:
     assert run.model is not None
     config = RunFolder(run.folder).config()
     before = {}
-    if config.init in QUICK_INITS and config.norm == "cp" and not (run.record or {}).get("compress"):
+    if config.init in QUICK_INITS and config.norm == "cp" and not (run.record or {}).get("truncation_result"):
         before = cpnorm.canonical_layers(build_model(config, blank(config.data), torch.device("cpu")))
     return {
         name: {

@@ -1,4 +1,4 @@
-"""The command line: each command reads its options, calls the lab, and shows what came of it."""
+"""The command line: each command reads its options, calls the lab and prints the result."""
 
 from __future__ import annotations
 
@@ -39,17 +39,18 @@ from cpnorm.lab.cli.run_command import (
     INTERRUPTED,
     STOPPED,
     announce_warnings,
-    carry_out,
+    execute_run,
     messages,
     print_json,
 )
 from cpnorm.lab.cli.watch import Watch, duration
-from cpnorm.lab.paper import beyond
-from cpnorm.lab.paper import tables as paper
+from cpnorm.lab.paper import protocols
 from cpnorm.lab.training.config import Config
+from cpnorm.lab.training.truncation import Truncation
 
-# What trains, and everything that imports it, is imported inside the commands: help and completion are quick without.
+# Modules that import torch are imported inside the commands, so that help and completion are quick.
 if TYPE_CHECKING:
+    from cpnorm.lab.data.images import ImageSet
     from cpnorm.lab.training.runs import RunFolder
     from cpnorm.lab.training.trainer import Trainer
 
@@ -58,14 +59,14 @@ EXTRAS |= {"wandb": "wandb", "mlflow": "mlflow"}
 
 app = typer.Typer(
     help="Neural networks in canonical form: train them, compress them by truncation, reproduce the paper.",
-    epilog="Exit codes: 0 done · 1 an error, told in one sentence · 2 wrong usage · 3 the training diverged · "
-    "75 stopped by a signal or the time limit, and saved: the same command goes on · 130 interrupted, nothing saved.",
+    epilog="Exit codes: 0 done · 1 an error, with a one-line message · 2 wrong usage · 3 the training diverged · "
+    "75 stopped by a signal or the time limit, and saved: the same command resumes · 130 interrupted, nothing saved.",
     pretty_exceptions_enable=False,
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; every error ends here, as one sentence and an exit code."""
+    """Run a command line and return its exit code; errors are printed as one-line messages."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     try:
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def sentence(error: Exception) -> str:
-    """What went wrong, and what to do about it where that is known."""
+    """Return what went wrong in one line, and what to do about it where that is known."""
     text = " ".join(str(error).split())
     if hasattr(error, "format_message"):  # typer's own: wrong usage
         context = getattr(error, "ctx", None)
@@ -113,10 +114,12 @@ def _version() -> str:
 @app.callback(invoke_without_command=True)
 def overview(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="the version, and nothing else")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="errors with their traceback; may stand anywhere")] = False,
+    version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="show errors with their traceback; may stand anywhere")
+    ] = False,
 ) -> None:
-    """What comes before any command."""
+    """Print the version or the help."""
     if version:
         typer.echo(_version())
         raise typer.Exit
@@ -130,7 +133,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="seed of everything random")] = 0,
     as_json: Json = False,
 ) -> int:
-    """The whole story on embedded digits, in a minute or two: train, truncate, fine-tune, compare, draw."""
+    """Show the whole workflow on embedded digits in a minute or two: train, truncate, fine-tune, compare, draw."""
     from cpnorm.lab.cli.demo import run_demo
 
     story = run_demo(out, seed, messages(), silent=as_json)
@@ -140,7 +143,7 @@ def demo(
         print_json(story.to_json())
     else:
         Console().print(story.table())
-        typer.echo(f"the story with its pictures: {story.page}")
+        typer.echo(f"page with pictures: {story.page}")
     return DONE
 
 
@@ -150,11 +153,19 @@ app.add_typer(data.app, name="data")
 @app.command()
 @takes_settings()
 def train(
-    out: Annotated[Path | None, typer.Option(help="folder of the run; else one below runs/ by its settings")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="folder of the run; default: below runs/, named by its settings")
+    ] = None,
     preset: Annotated[
         str | None,
-        typer.Option(help="start from a row of the paper or of ours: cifar10/cp-sgd, beyond-cifar10/low-rank-140k"),
+        typer.Option(
+            help="start from the settings of a row of the paper or of ours, such as cifar10/cp-sgd; "
+            "an unknown row lists all of them"
+        ),
     ] = None,
+    protocol: Annotated[
+        str, typer.Option(help="of the preset: words (the text of the paper) or code (the authors' code and logs)")
+    ] = "words",
     data_dir: DataDir = None,
     device: Device = None,
     compile: Compile = True,
@@ -166,30 +177,37 @@ def train(
     as_json: Json = False,
     **settings: Any,
 ) -> int:
-    """Train a network. Stopped or killed, the same command goes on where it was; finished, it shows the result."""
-    config = changed(preset_config(preset) if preset else Config(), settings)
-    out = out or Path("runs", f"{config.data}-{config.model}-{config.norm}-{config.optimizer}", f"seed-{config.seed}")
+    """Train a network. The same command resumes a run that was stopped or killed, and shows a finished one."""
+    config = changed(preset_config(preset, protocol) if preset else Config(), settings)
+    model = config.model.replace(":", "-")
+    out = out or Path("runs", f"{config.data}-{model}-{config.norm}-{config.optimizer}", f"seed-{config.seed}")
 
     def start(folder: RunFolder, watch: Watch) -> Trainer:
-        from cpnorm.lab.data.digests import describe_difference
-        from cpnorm.lab.data.images import load
         from cpnorm.lab.training.trainer import Options, Trainer
 
         options = Options(device, compile, checkpoint_every, data_dir)
-        data, resumes = load(config.data, data_dir), folder.has_checkpoint()
-        if difference := describe_difference(data):
-            logging.getLogger("cpnorm.lab").warning(difference)
+        data, resumes = load_data(config.data, data_dir), folder.has_checkpoint()
         return Trainer(config, data, options, progress=watch.preparing, resumes=resumes)
 
     log_to = said_yes(tensorboard=tensorboard, wandb=wandb, mlflow=mlflow)
-    return carry_out(out, config, start, time_limit=time_limit, log_to=log_to, as_json=as_json)
+    return execute_run(out, config, start, time_limit=time_limit, log_to=log_to, as_json=as_json)
 
 
-def preset_config(key: str) -> Config:
-    """The training of a row of the paper, or of one of our own."""
-    own = {row.key: row for row in beyond.rows()}
+def load_data(name: str, data_dir: Path | str | None) -> ImageSet:
+    """Return a data set; warn if these are not the official images."""
+    from cpnorm.lab.data.digests import describe_difference
+    from cpnorm.lab.data.images import load
+
+    data = load(name, data_dir)
+    if difference := describe_difference(data):
+        logging.getLogger("cpnorm.lab").warning(difference)
+    return data
+
+
+def preset_config(key: str, protocol: str = "words") -> Config:
+    """Return the settings of a row of the paper, or of one of our own."""
     try:
-        row = own.get(key) or paper.row(key)
+        row = protocols.find_protocol(protocol).row(key)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if row.starts_from:
@@ -198,20 +216,26 @@ def preset_config(key: str) -> Config:
 
 
 @app.command()
-@takes_settings("optimizer", "lr", "momentum", "weight_decay", "schedule", "warmup", "epochs", "batch_size", "seed")
+@takes_settings(
+    *("optimizer", "lr", "momentum", "weight_decay", "schedule", "warmup", "epochs", "batch_size", "seed"),
+    *("trainable", "renormalize", "precision"),
+)
 def compress(
     run: Run,
     out: Annotated[Path, typer.Option(help="folder of the new run")],
-    rate: Annotated[float | None, typer.Option(help="share of its terms every layer loses")] = None,
+    rate: Annotated[float | None, typer.Option(help="share of its terms that every layer loses")] = None,
     ranks: Annotated[str | None, typer.Option(help='terms a layer keeps: 64, or JSON {"features.3": 64, …}')] = None,
-    params: Annotated[int | None, typer.Option(help="weights the network may keep")] = None,
-    flops: Annotated[int | None, typer.Option(help="FLOPs an image may cost")] = None,
+    params: Annotated[int | None, typer.Option(help="parameters the network may keep")] = None,
+    flops: Annotated[int | None, typer.Option(help="FLOPs the network may take for one image")] = None,
     energy: Annotated[float | None, typer.Option(help="share of the layers' energy to keep, such as 0.99")] = None,
-    loss: Annotated[float | None, typer.Option(help="how much the loss on training images may grow by the cut")] = None,
-    criterion: Annotated[str, typer.Option(help="what a term is worth: lambda, gram or taylor")] = "lambda",
-    refit: Annotated[str, typer.Option(help="what kept terms take over: none, lambdas, als or outputs")] = "none",
-    images: Annotated[int, typer.Option(min=0, help="training images to look at while cutting")] = 0,
-    layer: Annotated[list[str] | None, typer.Option(help="cut this layer only; may be repeated")] = None,
+    loss: Annotated[float | None, typer.Option(help="how much the loss on training images may grow")] = None,
+    criterion: Annotated[str, typer.Option(help="how terms are ranked: lambda, gram or taylor")] = "lambda",
+    refit: Annotated[str, typer.Option(help="how kept terms are refitted: none, lambdas, als or outputs")] = "none",
+    images: Annotated[int, typer.Option(min=0, help="training images that the truncation may use")] = 0,
+    layer: Annotated[list[str] | None, typer.Option(help="truncate this layer only; may be repeated")] = None,
+    start_epoch: Annotated[
+        str, typer.Option(help="network to start from: last, or best-test, which --keep-best has kept")
+    ] = "last",
     data_dir: DataDir = None,
     device: Device = None,
     compile: Compile = True,
@@ -223,37 +247,51 @@ def compress(
     as_json: Json = False,
     **settings: Any,
 ) -> int:
-    """Cut terms away from a trained network under one budget, and fine-tune it: 20 epochs unless said otherwise.
+    """Truncate a trained network under one budget and fine-tune it, for 20 epochs by default.
 
-    Settings not given are those of the run. Stopped or killed, the same command goes on where it was.
+    Settings not given are those of the run. The same command resumes what was stopped or killed.
     """
     from cpnorm.lab.training import compression
     from cpnorm.lab.training.runs import RunFolder
 
     source = RunFolder(run)
-    config = changed(source.config().replace(epochs=20), settings)
-    kept: Any = parse_rank(ranks) if ranks else None
-    layers = tuple(layer) if layer else None
-    cut = compression.Cut(rate, kept, params, flops, energy, loss, criterion, refit, images, layers)
+    config = changed(source.config().replace(epochs=20, keep_best=False), settings)
+    try:
+        truncation = Truncation(
+            rate=rate,
+            ranks=cast(Any, parse_rank(ranks) if ranks else None),
+            params=params,
+            flops=flops,
+            energy=energy,
+            loss=loss,
+            criterion=criterion,
+            refit=refit,
+            images=images,
+            layers=tuple(layer) if layer else None,
+            start_epoch=cast(Any, start_epoch.replace("-", "_")),
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
     def start(folder: RunFolder, watch: Watch) -> Trainer:
         from cpnorm.lab.data.images import load
         from cpnorm.lab.training.trainer import Options
 
         options = Options(device, compile, checkpoint_every, data_dir)
-        return compression.start(source, folder, cut, config, load(config.data, data_dir), options)
+        data = load(config.data, data_dir or source.data().get("folder"))
+        return compression.start(source, folder, truncation, config, data, options)
 
-    what = compression.identity(source, cut)
+    what = compression.identity(source, truncation)
     log_to = said_yes(tensorboard=tensorboard, wandb=wandb, mlflow=mlflow)
-    return carry_out(out, config, start, extra=what, time_limit=time_limit, log_to=log_to, as_json=as_json)
+    return execute_run(out, config, start, extra=what, time_limit=time_limit, log_to=log_to, as_json=as_json)
 
 
 @app.command()
 def evaluate(run: Run, data_dir: DataDir = None, device: Device = None, as_json: Json = False) -> None:
-    """Loss and accuracy of a trained network on the test set."""
+    """Print loss and accuracy of a trained network on the test set, by default of the data it was trained on."""
     from cpnorm.lab.data.digests import describe_change
     from cpnorm.lab.data.images import load
-    from cpnorm.lab.training.compression import trained_network
+    from cpnorm.lab.training.run_networks import trained_network
     from cpnorm.lab.training.runs import RunFolder
     from cpnorm.lab.training.trainer import Options, Trainer
 
@@ -270,17 +308,17 @@ def evaluate(run: Run, data_dir: DataDir = None, device: Device = None, as_json:
         if change:
             messages().print(f"cpnorm: {change}", markup=False, soft_wrap=True)
         images = f"{len(trainer.data.test_labels):,} test images of {config.data}"
-        typer.echo(f"{accuracy:.2f} % of {images}, loss {loss:.4f}, {trainer.weights:,} weights")
+        typer.echo(f"{accuracy:.2f} % of {images}, loss {loss:.4f}, {trainer.weights:,} parameters")
 
 
 @app.command(name="inspect")
 def inspect_run(
     run: Run,
-    plots: Annotated[Path | None, typer.Option(help="draw pictures into this folder")] = None,
+    plots: Annotated[Path | None, typer.Option(help="folder to draw pictures into")] = None,
     svg: Annotated[bool, typer.Option("--svg", help="pictures as SVG instead of PNG")] = False,
     as_json: Json = False,
 ) -> None:
-    """Layers, ranks and weights of a run, its λ spectrum and histogram, and the way of σ and λ through training."""
+    """Show layers, ranks and parameters of a run, its λ spectrum and histogram, and σ and λ over training."""
     from cpnorm.lab.cli import inspect
 
     found = inspect.inspect(run)
@@ -302,12 +340,14 @@ def export(
     run: Run,
     onnx: Annotated[Path | None, typer.Option(help="write an ONNX file")] = None,
     torch: Annotated[Path | None, typer.Option(help="write a torch.export program, .pt2")] = None,
-    factorize: Annotated[bool, typer.Option("--factorize", help="small plain layers where these are faster")] = False,
+    factorize: Annotated[
+        bool, typer.Option("--factorize", help="use small plain layers where they are faster")
+    ] = False,
     goal: Annotated[str | None, typer.Option(help="choose small layers by time or parameters")] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a trained network for other programs, in plain layers: nothing of cpnorm is needed to run it."""
-    from cpnorm.lab.training.compression import export_network
+    """Write a trained network in plain layers for other programs; they do not need cpnorm to run it."""
+    from cpnorm.lab.training.run_networks import export_network
 
     if not (onnx or torch):
         raise typer.BadParameter("expected --onnx FILE or --torch FILE, got neither")
@@ -320,35 +360,45 @@ def export(
         print_json(result)
         return
     for file in result["files"]:
-        typer.echo(f"{file}: {result['weights']:,} weights, input {result['input']}")
+        typer.echo(f"{file}: {result['weights']:,} parameters, input {result['input']}")
     if goal != "parameters" and result["weights"] > 1.1 * result["weights_of_run"]:
-        typer.echo(f"the run has {result['weights_of_run']:,}: --goal parameters keeps layers small")
+        typer.echo(f"the run has {result['weights_of_run']:,} parameters: --goal parameters keeps the layers small")
 
 
 @app.command()
 def reproduce(
-    tables: Annotated[list[str] | None, typer.Argument(help="tables or rows; else all of the paper's tables")] = None,
+    tables: Annotated[list[str] | None, typer.Argument(help="tables or rows; default: all of the paper's")] = None,
+    protocol: Annotated[
+        str, typer.Option(help="settings: words (the text of the paper) or code (the authors' code and logs)")
+    ] = "words",
     seeds: Annotated[int, typer.Option(min=1, help="runs of each row, with the seeds 0, 1, …")] = 8,
     results: Annotated[Path, typer.Option(help="folder of the records")] = Path("results"),
     work: Annotated[Path, typer.Option(help="folder of checkpoints and networks")] = Path("work"),
-    at_once: Annotated[int, typer.Option(min=1, help="seeds of a row that share the device")] = 8,
+    parallel_runs: Annotated[
+        int, typer.Option("--parallel-runs", "--at-once", min=1, help="runs that share the device")
+    ] = 8,
     engine: Annotated[str, typer.Option(help="local, or ray: the cluster of $RAY_ADDRESS, or this machine")] = "local",
     wait: Annotated[bool, typer.Option("--wait", help="stay to take over runs of other processes that die")] = False,
     checkpoint_every: Checkpoints = 60.0,
     time_limit: TimeLimit = None,
     data_dir: DataDir = None,
     device: Device = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="say what is missing, run nothing")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="list what is missing, run nothing")] = False,
     as_json: Json = False,
 ) -> int:
-    """Run what is missing of the paper's tables; stops and goes on at any time, and several may work side by side."""
+    """Run what is missing of the paper's tables; may be stopped and resumed, and several may work side by side."""
     from cpnorm.lab.paper import rank_tables
     from cpnorm.lab.paper import reproduce as lab
-    from cpnorm.lab.training.trainer import Options, Stop
+    from cpnorm.lab.training.driver import Stop
+    from cpnorm.lab.training.trainer import Options
 
     if engine not in ("local", "ray"):
         raise typer.BadParameter(f"expected --engine local or ray, got {engine}")
-    console, keys = messages(), tables or []
+    try:
+        chosen = protocols.find_protocol(protocol)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    console, keys, store = messages(), tables or [], lab.Results(results, chosen)
     announce_warnings(console)
 
     def announce(text: str) -> None:
@@ -356,7 +406,7 @@ def reproduce(
             console.print(text, markup=False, soft_wrap=True)
 
     if dry_run:
-        left = lab.missing_jobs(keys, range(seeds), lab.Results(results))
+        left = lab.missing_jobs(keys, range(seeds), store)
     else:
         limit = parse_seconds(time_limit) if time_limit else None
         stop = Stop(None if limit is None else time.monotonic() + limit)
@@ -368,25 +418,28 @@ def reproduce(
             seeds=range(seeds),
             results=results,
             work=work,
+            protocol=chosen,
             options=Options(device, checkpoint_every=checkpoint_every, data_dir=data_dir),
-            at_once=at_once,
+            parallel_runs=parallel_runs,
             time_limit=limit,
             announce=announce,
         )
-        if not left:  # ranks need no GPU, which may be lent for a while only
-            rank_tables.estimate_ranks(keys, results, stop=stop, announce=announce)
-    ranks = rank_tables.missing_ranks(keys, lab.Results(results))
+        for text in lab.row_summaries(keys, store):
+            announce(text)
+        if not left:  # ranks need no GPU, whose time may be limited
+            rank_tables.estimate_ranks(keys, results, protocol=chosen, stop=stop, announce=announce)
+    ranks = rank_tables.missing_ranks(keys, store)
     layers = [f"{table}/{layer.layer}" for table, missing in ranks.items() for layer in missing]
     if as_json:
         runs = [{"row": job.row.key, "seed": job.seed} for job in left]
         print_json({"missing": runs + [{"row": layer, "seed": 0} for layer in layers]})
     else:
-        again = lab.networks_again(left, lab.Results(results).done(), work)
-        work_left = duration(sum(lab.expected_seconds(job) for job in (*left, *again)))
+        retrain = lab.networks_to_retrain(left, store.done(), work)
+        work_left = duration(sum(lab.expected_seconds(job) for job in (*left, *retrain)))
         typer.echo(f"{len(left)} runs are missing, about {work_left} on one H200" if left else "no run is missing")
-        if again:
-            names = ", ".join(map(str, again))
-            typer.echo(f"which counts that networks they start from are not in {work} and are trained again: {names}")
+        if retrain:
+            names = ", ".join(map(str, retrain))
+            typer.echo(f"this includes networks that they start from and that are not in {work}: {names}")
         if layers:
             typer.echo(f"the ranks of {len(layers)} layers are missing, which take minutes on a CPU")
     return STOPPED if (left or layers) and not dry_run else DONE
@@ -398,7 +451,7 @@ def report(
     out: Annotated[Path, typer.Option(help="the page to write")] = Path("report.html"),
     data_dir: DataDir = None,
 ) -> None:
-    """One self-contained page of all results beside the paper's, and README.md with figures in their folder."""
+    """Write one self-contained page of all results beside the paper's, and README.md with figures in their folder."""
     from cpnorm.lab.report import write_markdown, write_report
 
     typer.echo(str(write_report(results, out, data_dir)))

@@ -18,7 +18,8 @@ from torch import Tensor
 import cpnorm
 
 if TYPE_CHECKING:
-    from cpnorm.lab.training.trainer import Observer, Trainer
+    from cpnorm.lab.training.driver import Observer
+    from cpnorm.lab.training.trainer import Trainer
 
 
 def scalars(line: dict[str, Any]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Options of the commands: every field of Config by its name, type and default, and those several commands share."""
+"""Options of the commands: one for each field of Config, and those that several commands share."""
 
 from __future__ import annotations
 
@@ -17,27 +17,31 @@ from cpnorm.lab.training.config import Config, Rank
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 Run = Annotated[Path, typer.Argument(help="the folder of a run", metavar="RUN")]
-Json = Annotated[bool, typer.Option("--json", help="the result as JSON on standard output, and nothing else there")]
-DataDir = Annotated[Path | None, typer.Option(help="where the data lie; else in $CPNORM_DATA, then the user's cache")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; else a GPU if there is one")]
-Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="compile and capture the step on a GPU")]
+Json = Annotated[bool, typer.Option("--json", help="print the result as JSON and nothing else")]
+DataDir = Annotated[Path | None, typer.Option(help="folder of the data; default: $CPNORM_DATA, then the user's cache")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; default: a GPU if there is one")]
+Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="use torch.compile and CUDA graphs on a GPU")]
 Checkpoints = Annotated[float, typer.Option(help="seconds between two checkpoints")]
-TimeLimit = Annotated[str | None, typer.Option(help="save and stop after this long: 90s, 9m, 1h30m")]
+TimeLimit = Annotated[str | None, typer.Option(help="save and stop after this time: 90s, 9m, 1h30m")]
 TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="log to RUN/tensorboard as well")]
 Wandb = Annotated[bool, typer.Option("--wandb", help="log to Weights & Biases as well")]
 Mlflow = Annotated[bool, typer.Option("--mlflow", help="log to MLflow as well")]
 
 HELP = {
-    "model": "the network",
+    "model": "the network: alexnet, lenet, resnet18, resnet20, resnet56, vgg16, or module:function for your own",
     "width": "every layer but the last this many times as wide as the paper's",
     "data": "the data set",
     "norm": "normalisation: none, weight normalisation, canonical, or the low-rank form of Tai et al.",
-    "init": "what the canonical form starts from",
-    "lambdas": "what the λ start from",
+    "init": "initialisation of the canonical form",
+    "linear_init": "the same for linear layers, where it differs",
+    "vector_lengths": "lengths of vectors that are drawn: unit, or those of torch's Kaiming initialisation",
+    "lambdas": "initialisation of the λ",
+    "linear_lambdas": "the same for linear layers, where it differs",
     "rank": 'terms per layer: 64, a share of the exact rank such as 0.25, exact, paper, or JSON {"features.3": 571, …}',
     "skip": "a layer that stays plain, by name or pattern; may be repeated",
-    "modes": "keep the tensor structure of the flattened input in the linear layer behind the flatten",
-    "renormalize": "make the vectors unit vectors again after every step",
+    "modes": "keep the tensor structure of the flattened input in the linear layer after the flatten",
+    "renormalize": "make the vectors unit vectors after every step; else they are divided in the forward pass only",
+    "trainable": "what is trained: all, or only σ and biases (λ and vectors are frozen)",
     "optimizer": "the optimizer",
     "lr": "learning rate",
     "equal_angles": "learning rates by which vectors of all lengths turn by the same angle",
@@ -47,22 +51,26 @@ HELP = {
     "lambda_l1": "weight of λ's 1-norm over its 2-norm in the loss, which drives terms towards zero",
     "label_smoothing": "label smoothing",
     "dropout": "use the dropout layers of the network",
-    "schedule": "course of the learning rate",
+    "schedule": "schedule of the learning rate",
     "warmup": "epochs of linear warm-up",
     "epochs": "epochs",
     "batch_size": "images a step; the last step of an epoch takes what is left",
-    "drop_last": "leave out what is left: an epoch ends with its last whole batch",
+    "drop_last": "leave out the last batch of an epoch if it is not whole",
     "seed": "seed of everything random",
     "precision": "arithmetic; auto: bf16 on a GPU, fp32 elsewhere",
-    "augment": "augmentation; auto: crop and flip for CIFAR-10 and SVHN, none else",
+    "augment": "augmentation; auto: crop and flip for CIFAR-10 and SVHN, else none",
     "validation": "training images held out for choosing",
     "early_stopping": "stop after this many epochs without a better validation (or training) loss; 0: never",
+    "keep_best": "keep the network of the best test epoch, too: a choice made on test data",
 }
-NETWORK = ("model", "width", "data", "norm", "init", "lambdas", "rank", "skip", "modes", "renormalize", "dropout")
+NETWORK = (
+    *("model", "width", "data", "norm", "init", "linear_init", "vector_lengths", "lambdas", "linear_lambdas"),
+    *("rank", "skip", "modes", "renormalize", "dropout"),
+)
 
 
 def takes_settings(*names: str) -> Callable[[Command], Command]:
-    """Give a command that takes ``**settings`` an option for each of these fields; none named: for all."""
+    """Give a command that takes ``**settings`` an option for each of these fields, by default for all."""
     hints = get_type_hints(Config)
     fields = [field for field in dataclasses.fields(Config) if not names or field.name in names]
 
@@ -91,7 +99,7 @@ def _option(field: dataclasses.Field[Any], hint: Any, show_default: bool) -> ins
         show_default=str(field.default) if show_default and field.default != () else False,
         rich_help_panel="The network and its data" if field.name in NETWORK else "The training",
     )
-    # The default is None for "not said": then a preset, or the run that is compressed, speaks.
+    # The default is None for "not given": then a preset, or the run that is compressed, decides.
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )
@@ -103,7 +111,7 @@ def _choice(name: str, values: tuple[str, ...]) -> Any:
 
 
 def changed(config: Config, settings: Mapping[str, Any]) -> Config:
-    """The config with the settings that were said."""
+    """Return the config with the settings that were given."""
     said = {name: value for name, value in settings.items() if value not in (None, [])}
     plain = {name: value.value if isinstance(value, Enum) else value for name, value in said.items()}
     if "rank" in plain:
@@ -115,12 +123,12 @@ def changed(config: Config, settings: Mapping[str, Any]) -> Config:
 
 
 def said_yes(**flags: bool) -> list[str]:
-    """The names of the flags that were given."""
+    """Return the names of the flags that were given."""
     return [name for name, given in flags.items() if given]
 
 
 def parse_rank(text: str) -> Rank:
-    """A rank as it is typed.
+    """Parse a rank as it is typed.
 
     >>> parse_rank("64"), parse_rank(".25"), parse_rank("exact"), parse_rank('{"features.3": 571}')
     (64, 0.25, 'exact', {'features.3': 571})
@@ -137,7 +145,7 @@ def parse_rank(text: str) -> Rank:
 
 
 def parse_seconds(text: str) -> float:
-    """A length of time as it is typed: 90, 45s, 9m, 1h30m.
+    """Parse a length of time as it is typed: 90, 45s, 9m, 1h30m.
 
     >>> parse_seconds("9m"), parse_seconds("1h30m"), parse_seconds("90")
     (540.0, 5400.0, 90.0)

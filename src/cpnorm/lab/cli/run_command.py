@@ -1,4 +1,4 @@
-"""A run on behalf of a command: begun or gone on with, watched, stopped by signals and time limits, and shown."""
+"""Execute a run for a command: start or resume it, show its progress, stop it on request, print the result."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.jsonfiles import to_json
 
 if TYPE_CHECKING:
+    from cpnorm.lab.training.driver import Observer
     from cpnorm.lab.training.runs import RunFolder
-    from cpnorm.lab.training.trainer import Observer, Trainer
+    from cpnorm.lab.training.trainer import Trainer
 
 DONE, FAILED, DIVERGED, STOPPED, INTERRUPTED = 0, 1, 3, 75, 130
 Start = Callable[["RunFolder", Watch], "Trainer"]
 
 
-def carry_out(
+def execute_run(
     out: Path,
     config: Config,
     start: Start,
@@ -36,11 +37,10 @@ def carry_out(
     log_to: Sequence[str] = (),
     as_json: bool = False,
 ) -> int:
-    """Begin a run or go on with it, to its end or a stop, and show the result; returns the exit code."""
+    """Start or resume a run, train it to its end or a stop, and print the result; return the exit code."""
     from cpnorm.lab.cli.observers import OBSERVERS
-    from cpnorm.lab.training.compression import complete
+    from cpnorm.lab.training.driver import Stop, run_to_end
     from cpnorm.lab.training.runs import RunFolder
-    from cpnorm.lab.training.trainer import Stop
 
     stop = Stop(time.monotonic() + parse_seconds(time_limit) if time_limit else None)
     chief = os.environ.get("RANK", "0") == "0"  # of the processes torchrun may have started
@@ -55,12 +55,12 @@ def carry_out(
 
         observers: list[Observer] = [watch]
         observers += [OBSERVERS[name](folder.path) for name in log_to if chief]
-        record = complete(folder, config, begin, extra=extra, observers=observers, stop=stop)
+        record = run_to_end(folder, config, begin, extra=extra, observers=observers, stop=stop)
     if as_json and chief:
         print_json({"run": str(out), **record})
     elif chief and "stopped" in record:
         where = f"epoch {record['epochs'] + 1} of {config.epochs}"
-        text = f"stopped in {where}: {stop.reason}; {out} has all of it: the same command goes on from there"
+        text = f"stopped in {where}: {stop.reason}; saved in {out}: the same command resumes it"
         console.print(text, soft_wrap=True)
     elif chief:
         typer.echo(f"{out}: {in_words(record)}")
@@ -68,31 +68,31 @@ def carry_out(
 
 
 def in_words(record: dict[str, Any]) -> str:
-    """The record of a finished run."""
+    """Return the record of a finished run in one line."""
     if record["diverged"]:
         return f"diverged, {record['diverged']}"
-    if record["final"] is None:
-        return f"not trained, {record['weights']:,} weights"
-    cut = record.get("compress")
+    if record["test_accuracy_last"] is None:
+        return f"not trained, {record['weights']:,} parameters"
+    cut = record.get("truncation_result")
     before = f", {cut['accuracy_cut']:.2f} % before fine-tuning" if cut else ""
-    best = f"best {record['best']:.2f} % in epoch {record['best_epoch']}{before}"
-    return f"{record['final']:.2f} % of the test set ({best}), {record['weights']:,} weights"
+    best = f"best {record['test_accuracy_best']:.2f} % in epoch {record['best_epoch']}{before}"
+    return f"{record['test_accuracy_last']:.2f} % of the test set ({best}), {record['weights']:,} parameters"
 
 
-# --- saying things ----------------------------------------------------------------------------------------------------
+# --- messages ----------------------------------------------------------------------------------------------------
 
 
 def messages() -> Console:
-    """Progress, messages and errors go to standard error, results to standard output."""
+    """Return the console for progress, messages and errors: standard error. Results go to standard output."""
     return Console(stderr=True, highlight=False)
 
 
 def announce_warnings(console: Console) -> None:
-    """What the lab logs, such as a fallback, is shown without disturbing a line that is being redrawn."""
+    """Show what the lab logs, such as a fallback, without disturbing a line that is being redrawn."""
     handler = RichHandler(console=console, show_time=False, show_path=False)
     logging.basicConfig(handlers=[handler], format="%(message)s", force=True)
 
 
 def print_json(value: Any) -> None:
-    """One JSON value."""
+    """Print one JSON value."""
     typer.echo(to_json(value))

@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from cpnorm.lab.paper import tables as paper
-from cpnorm.lab.paper.tables import Compression, Row, Table
+from cpnorm.lab.paper.tables import Row, Table
 from cpnorm.lab.training.config import Config
+from cpnorm.lab.training.truncation import Truncation
 
 # The learning rate falls to zero at the end, so that the last epoch is the best one and nothing is chosen on test data.
 LOW_RANK = paper.CIFAR10_ADAM.replace(
@@ -51,24 +52,33 @@ ADAM = paper.row("init-adam/kaiming-normal")
 ADAM_64 = Row("beyond-batch/adam-64", "Kaiming normal, Adam, batch 64", ADAM.config.replace(batch_size=64), None)
 # Vectors that may grow turn ever more slowly: is that what the published code gains by not renormalising?
 ADAM_FREE = Row(
-    "beyond-batch/adam-free", "never renormalised", ADAM.config.replace(renormalize=False), None, tests=ADAM.key
+    "beyond-batch/adam-free", "never renormalised", ADAM.config.replace(renormalize=False), None, variant_of=ADAM.key
 )
 
 
-def _cut(key: str, name: str, start: Row, rate: float, **options: Any) -> Row:
-    """The network of the same seed, cut and fine-tuned: for 20 epochs if nothing else is said."""
-    recipe: dict[str, Any] = {"lr": 0.001, "optimizer": "adam", "schedule": "cosine", "start": "same"}
-    cut = Compression(rate, **(recipe | options))
-    return Row(key, name, start.config, None, starts_from=start.key, compression=cut)
+def _cut(key: str, name: str, start: Row, truncation: Truncation, **tuning: Any) -> Row:
+    """Return a row that truncates the network of the same seed and fine-tunes it: 20 epochs unless said otherwise."""
+    recipe: dict[str, Any] = {"optimizer": "adam", "lr": 0.001, "epochs": 20, "schedule": "cosine"}
+    return Row(
+        key,
+        name,
+        start.config,
+        None,
+        starts_from=start.key,
+        truncation=truncation,
+        tuning=recipe | tuning,
+        start="same",
+    )
 
 
 def _rate(key: str, rate: float, layers: tuple[str, ...] | None = None) -> Row:
-    return _cut(key, f"canonical, Adam, {100 * rate:g} %", ADAM_64, rate, refit="lambdas", layers=layers)
+    truncation = Truncation(rate=rate, refit="lambdas", layers=layers)
+    return _cut(key, f"canonical, Adam, {100 * rate:g} %", ADAM_64, truncation)
 
 
 def _global(key: str, rate: float, params: int) -> Row:
     """By λ and without a refit, which did as well as any at seed 0 of beyond-criteria: a choice made on test data."""
-    return _cut(key, f"canonical, Adam, {100 * rate:g} % of all weights", ADAM, rate, params=params)
+    return _cut(key, f"canonical, Adam, {100 * rate:g} % of all weights", ADAM, Truncation(params=params))
 
 
 COMPRESS_ROWS = (
@@ -86,23 +96,24 @@ COMPRESS_ROWS = (
 WHOLE = Row("beyond-cut/whole", "canonical, Adam", LOW_RANK.replace(rank="paper", lr=0.001, epochs=100), None)
 
 
-def _cut_again(start: Row, rate: float, params: int, epochs: int) -> Row:
-    key = f"beyond-cut/{params // 1000}k"
-    options: dict[str, Any] = {"params": params, "epochs": epochs, "criterion": "gram", "refit": "als"}
-    return _cut(key, f"cut from {start.key.partition('/')[2]}", start, rate, **options)
+def _next_cut(start: Row, params: int, epochs: int) -> Row:
+    name = f"cut from {start.key.partition('/')[2]}"
+    truncation = Truncation(params=params, criterion="gram", refit="als")
+    return _cut(f"beyond-cut/{params // 1000}k", name, start, truncation, epochs=epochs)
 
 
-CUT_400K = _cut_again(WHOLE, 0.93, 400_000, 30)
-CUT_140K = _cut_again(CUT_400K, 0.65, 140_000, 60)
-CUT_ROWS = (WHOLE, CUT_400K, CUT_140K, _cut_again(CUT_140K, 0.5, 70_000, 100))
+CUT_400K = _next_cut(WHOLE, 400_000, 30)
+CUT_140K = _next_cut(CUT_400K, 140_000, 60)
+CUT_ROWS = (WHOLE, CUT_400K, CUT_140K, _next_cut(CUT_140K, 70_000, 100))
 
 
 def _criterion(key: str, name: str, **options: Any) -> Row:
-    return _cut(f"beyond-criteria/{key}", name, ADAM, 0.9, **({"params": 925_317} | options))
+    budget: dict[str, Any] = {} if "rate" in options else {"params": 925_317}
+    return _cut(f"beyond-criteria/{key}", name, ADAM, Truncation(**budget, **options))
 
 
 CRITERIA_ROWS = (  # each seed's own network, trained again where it was not kept, down to the same number of weights
-    _criterion("rate", "λ, 90 % of each layer's terms", params=None),
+    _criterion("rate", "λ, 90 % of each layer's terms", rate=0.9),
     _criterion("lambda", "λ, over all layers"),
     _criterion("lambda-outputs", "λ at the outputs", images=1024),
     _criterion("gram", "Gram matrix", criterion="gram"),
@@ -129,50 +140,50 @@ MNIST_ROWS = (
 )
 
 
-def _changed(key: str, name: str, tests: str, **changes: Any) -> Row:
-    """A row of the paper with something changed, which may explain a difference."""
-    return Row(f"checks/{key}", name, paper.row(tests).config.replace(**changes), None, tests=tests)
+def _changed(key: str, name: str, variant_of: str, **changes: Any) -> Row:
+    """Return a row of the paper with something changed, which may explain a difference."""
+    return Row(f"checks/{key}", name, paper.row(variant_of).config.replace(**changes), None, variant_of=variant_of)
 
 
-def _longer(key: str, tests: str) -> Row:
-    row = paper.row(tests)
-    assert row.compression is not None
-    longer, name = replace(row.compression, epochs=60), "60 epochs of fine-tuning"
-    return replace(row, key=f"checks/{key}", name=name, published=None, compression=longer, tests=tests)
+def _longer(key: str, variant_of: str) -> Row:
+    row, name = paper.row(variant_of), "60 epochs of fine-tuning"
+    tuning = {**row.tuning, "epochs": 60}
+    return replace(row, key=f"checks/{key}", name=name, published=None, tuning=tuning, variant_of=variant_of)
 
 
-def _cut_from(start: Row, key: str, tests: str) -> Row:
-    """A compression with the change of its start, before the cut and after it."""
+def _cut_from(start: Row, key: str, variant_of: str) -> Row:
+    """Return a compression with the change of its start, before the cut and after it."""
     change: dict[str, Any] = {"name": f"{start.name}, before the cut and after it", "config": start.config}
-    return replace(paper.row(tests), key=f"checks/{key}", published=None, starts_from=start.key, tests=tests, **change)
+    change |= {"starts_from": start.key, "variant_of": variant_of}
+    return replace(paper.row(variant_of), key=f"checks/{key}", published=None, **change)
 
 
 # The paper gives neither batch nor momentum. An older version of its code has 128 and 0.6: steps 1.25 times ours.
 MOMENTUM: dict[str, Any] = {"name": "batch 128, momentum 0.6", "batch_size": 128, "momentum": 0.6}
-CP_MOMENTUM = _changed("cp-sgd-momentum", tests="cifar10/cp-sgd", **MOMENTUM)
+CP_MOMENTUM = _changed("cp-sgd-momentum", variant_of="cifar10/cp-sgd", **MOMENTUM)
 # 50,000 images are 781 batches of 64 and one of 16, whose step, with twice the noise, is the last before a test.
 DROP_LAST: dict[str, Any] = {"name": "whole batches alone", "drop_last": True}
 # The authors' code never divides the vectors in place: they grow, and the same steps turn them less and less.
 FREE: dict[str, Any] = {"name": "never renormalised", "renormalize": False}
-MNIST_FREE = _changed("mnist-cp-free", tests="mnist/cp-rmsprop", **FREE)
+MNIST_FREE = _changed("mnist-cp-free", variant_of="mnist/cp-rmsprop", **FREE)
 ANGLES_ALIKE: dict[str, Any] = {"name": "equal angles", "equal_angles": True}
 
 CHECK_ROWS = (
-    _changed("none-sgd-drop-last", tests="cifar10/none-sgd", **DROP_LAST),
-    _changed("weight-sgd-drop-last", tests="cifar10/weight-sgd", **DROP_LAST),
-    _changed("cp-sgd-drop-last", tests="cifar10/cp-sgd", **DROP_LAST),
-    _changed("none-sgd-momentum", tests="cifar10/none-sgd", **MOMENTUM),
-    _changed("weight-sgd-momentum", tests="cifar10/weight-sgd", **MOMENTUM),
+    _changed("none-sgd-drop-last", variant_of="cifar10/none-sgd", **DROP_LAST),
+    _changed("weight-sgd-drop-last", variant_of="cifar10/weight-sgd", **DROP_LAST),
+    _changed("cp-sgd-drop-last", variant_of="cifar10/cp-sgd", **DROP_LAST),
+    _changed("none-sgd-momentum", variant_of="cifar10/none-sgd", **MOMENTUM),
+    _changed("weight-sgd-momentum", variant_of="cifar10/weight-sgd", **MOMENTUM),
     CP_MOMENTUM,
     _cut_from(CP_MOMENTUM, "compress-25-momentum", "compress-cifar10/25"),
     _cut_from(CP_MOMENTUM, "compress-50-momentum", "compress-cifar10/50"),
-    _changed("cp-sgd-free", tests="cifar10/cp-sgd", **FREE),
-    _changed("cp-rmsprop-free", tests="cifar10/cp-rmsprop", **FREE),
+    _changed("cp-sgd-free", variant_of="cifar10/cp-sgd", **FREE),
+    _changed("cp-rmsprop-free", variant_of="cifar10/cp-rmsprop", **FREE),
     MNIST_FREE,
     _cut_from(MNIST_FREE, "compress-mnist-10-free", "compress-mnist/10"),
     _cut_from(MNIST_FREE, "compress-mnist-25-free", "compress-mnist/25"),
-    _changed("cp-rmsprop-angles", tests="cifar10/cp-rmsprop", **ANGLES_ALIKE),
-    _changed("mnist-cp-angles", tests="mnist/cp-rmsprop", **ANGLES_ALIKE),
+    _changed("cp-rmsprop-angles", variant_of="cifar10/cp-rmsprop", **ANGLES_ALIKE),
+    _changed("mnist-cp-angles", variant_of="mnist/cp-rmsprop", **ANGLES_ALIKE),
     # All rows are trained in bfloat16 on a GPU, the authors' on a V100 with torch 1.7: in float32. TF32 has 10 bits of
     # fraction instead of 7 and stores float32, at seven times the peak rate of float32.
     _changed("none-sgd-tf32", "TF32", "cifar10/none-sgd", precision="tf32"),
@@ -206,5 +217,5 @@ TABLES = (
 
 
 def rows() -> tuple[Row, ...]:
-    """All of them in their order."""
+    """Return all of these rows in their order."""
     return tuple(row for table in TABLES for row in table.rows)

@@ -1,4 +1,4 @@
-"""What the figures and the explorer of the report need of a trained network, beside its accuracy."""
+"""Collect what the figures and the explorer of the report show of a trained network, besides its accuracy."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ EXPLORED_RATES = (0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.85, 0.9, 0.95, 0.99)
 HISTOGRAM_BINS = 30
 
 
-def portrait(trainer: Trainer) -> dict[str, Any]:
-    """Sigma and lambdas over the epochs where they are few, their histograms, and the accuracy at every rate."""
+def collect_figure_data(trainer: Trainer) -> dict[str, Any]:
+    """Return sigma and lambdas over the epochs where they are few, their histograms, and the accuracy at every rate."""
     layers: dict[str, Any] = {}
     for line in trainer.history:
         for name, entry in line["layers"].items():
@@ -40,7 +40,7 @@ def portrait(trainer: Trainer) -> dict[str, Any]:
 
 
 def explore(trainer: Trainer) -> dict[str, Any]:
-    """Accuracy after truncation alone, without fine-tuning, and what each layer's terms cost."""
+    """Return the accuracy after truncation without fine-tuning, and the cost of each layer's terms."""
     whole = trainer.model
     accuracies = []
     for rate in EXPLORED_RATES:
@@ -64,7 +64,7 @@ def explore(trainer: Trainer) -> dict[str, Any]:
 
 @torch.no_grad()
 def term_flops(model: nn.Module, image: torch.Tensor) -> dict[str, int]:
-    """FLOPs of each canonical layer through its factors, for one image."""
+    """Return the FLOPs of each canonical layer through its factors, for one image."""
     flops: dict[str, int] = {}
 
     def count(name: str) -> Callable[..., None]:

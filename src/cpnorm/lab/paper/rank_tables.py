@@ -1,4 +1,4 @@
-"""The paper's rank tables: the rank of each freshly drawn layer, estimated on the CPU -> results/*.jsonl."""
+"""The paper's rank tables: estimate the rank of each freshly drawn layer on the CPU, into results/*.jsonl."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from typing import Any
 import torch
 
 import cpnorm
-from cpnorm.lab.paper.reproduce import Results, find_tables
+from cpnorm.lab.paper.protocols import WORDS, Protocol
+from cpnorm.lab.paper.reproduce import Results
 from cpnorm.lab.paper.tables import LayerRank
 from cpnorm.lab.training import models
+from cpnorm.lab.training.driver import Stop
 from cpnorm.lab.training.runs import environment
-from cpnorm.lab.training.trainer import Stop
 
 log = logging.getLogger("cpnorm.lab")
 
 
 def missing_ranks(keys: Sequence[str], results: Results, seed: int = 0) -> dict[str, list[LayerRank]]:
-    """By table: the layers whose ranks are yet to be estimated."""
-    done = results.done()
-    layers = {t.key: [y for y in t.ranks if (f"{t.key}/{y.layer}", seed) not in done] for t in find_tables(keys)}
+    """Return, by table, the layers whose ranks are not estimated yet."""
+    done, tables = results.done(), results.protocol.find_tables(keys)
+    layers = {t.key: [y for y in t.ranks if (f"{t.key}/{y.layer}", seed) not in done] for t in tables}
     return {key: missing for key, missing in layers.items() if missing}
 
 
@@ -31,11 +32,12 @@ def estimate_ranks(
     keys: Sequence[str],
     results: Path,
     seed: int = 0,
+    protocol: Protocol = WORDS,
     stop: Stop | None = None,
     announce: Callable[[str], None] = log.info,
 ) -> None:
-    """The paper's rank tables: ALS with growing rank on the freshly drawn layers."""
-    store, where = Results(results), environment()
+    """Fit the freshly drawn layers by ALS with growing rank, and append each rank found to the results."""
+    store, where = Results(results, protocol), environment()
     for table, layers in missing_ranks(keys, store, seed).items():
         _estimate(table, layers, store, where, seed, stop or Stop(), announce)
 
@@ -50,8 +52,9 @@ def _estimate(
     announce: Callable[[str], None],
 ) -> None:
     name = table.partition("-")[0]
-    torch.manual_seed(seed)
-    model = models.build(name, *((3, 10, 32) if name == "alexnet" else (1, 10, 28)))
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = models.build(name, *((3, 10, 32) if name == "alexnet" else (1, 10, 28)))
     for layer in layers:
         key = f"{table}/{layer.layer}"
         if stop:

@@ -7,17 +7,18 @@ or contradicts itself, docs/paper.md says what was chosen and why.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 from cpnorm.lab.training.config import Config
+from cpnorm.lab.training.truncation import Truncation
 
 Entry = TypeVar("Entry")
 
 
 @dataclass(frozen=True)
 class Published:
-    """Test accuracy in percent over eight runs, and weights, as printed; None where the paper prints nothing."""
+    """Test accuracy in percent over eight runs, and parameters, as printed; None where the paper prints nothing."""
 
     max: float | None
     mean: float
@@ -26,48 +27,35 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Compression:
-    """What is done to a trained network: terms or ranks cut, then fine-tuning."""
-
-    rate: float  # part of each layer's terms that goes; for Tai et al. the published part of the weights
-    lr: float
-    optimizer: Literal["sgd", "rmsprop", "adam"] = "sgd"
-    epochs: int = 20
-    schedule: Literal["constant", "cosine"] = "constant"
-    criterion: str = "lambda"
-    refit: str = "none"
-    images: int = 0  # training images to look at; 0: as many as criterion and refit need
-    params: int | None = None  # one budget for the whole network instead of a rate per layer
-    layers: tuple[str, ...] | None = None  # None: all of them
-    tai_ranks: Mapping[str, int] | None = None  # Tai et al.'s form at these ranks, where terms are not truncated
-    start: Literal["best", "same"] = "best"  # the best of all seeds (the paper), or the network of the same seed
-
-
-@dataclass(frozen=True)
 class Row:
     """One accuracy of the paper, or one of our own recipes, which has nothing published."""
 
     key: str  # "cifar10/none-sgd"
     name: str  # as printed
-    config: Config  # of the network; where it is compressed, of the training before
+    config: Config  # of the training; where the row truncates, of the training of the network it starts from
     published: Published | None
     same_as: str | None = None  # the row of another table whose runs these are: nothing is run twice
-    starts_from: str | None = None  # the row whose trained networks are compressed
-    compression: Compression | None = None
-    tests: str | None = None  # the row of the paper that this one is with something changed, to explain a difference
+    starts_from: str | None = None  # the row whose trained networks are truncated
+    truncation: Truncation | None = None
+    tuning: Mapping[str, Any] = field(default_factory=dict)  # changes of the config for the fine-tuning
+    start: Literal["best", "same"] = "best"  # the best network of all seeds (the paper), or that of the same seed
+    start_networks: int = 1  # with "best": so many of the best networks; the seeds are dealt out to them in turn
+    variant_of: str | None = None  # the row of the paper that this row changes in something, to explain a difference
+    evidence: str = ""  # where the settings come from, other than the text of the paper
+    recorded_as: tuple[str, ...] = ()  # rows of the protocol "words" with these very settings: their records count
 
     @property
     def table(self) -> str:
+        """The key of the row's table."""
         return self.key.partition("/")[0]
 
     @property
     def finetuning(self) -> Config | None:
-        """Settings of the fine-tuning after compression."""
-        cut = self.compression
-        if cut is None:
+        """The settings of the fine-tuning after a truncation, None for other rows."""
+        if self.truncation is None:
             return None
-        config = self.config.replace(optimizer=cut.optimizer, lr=cut.lr, epochs=cut.epochs, schedule=cut.schedule)
-        return config if cut.tai_ranks is None else config.replace(norm="tai", rank=dict(cut.tai_ranks))
+        config, ranks = self.config.replace(keep_best=False, **self.tuning), self.truncation.tai_ranks
+        return config if ranks is None else config.replace(norm="tai", rank=dict(ranks))
 
 
 @dataclass(frozen=True)
@@ -168,15 +156,24 @@ def _row(
     return Row(key, name, config, Published(maximum, mean, sd, weights))
 
 
-def _again(key: str, name: str, source: Row, published: Published) -> Row:
-    """The runs of another row under this table's name and numbers."""
+def _copy(key: str, name: str, source: Row, published: Published) -> Row:
+    """Return a row that shows the runs of another one with the numbers of its own table."""
     return Row(key, name, source.config, published, same_as=source.key)
 
 
-def _cut(key: str, source: Row, compression: Compression, published: Published, name: str = "") -> Row:
-    """A compressed and fine-tuned network of another row; its name is the percentage in the key."""
-    name = name or f"{key.partition('/')[2]} %"
-    return Row(key, name, source.config, published, starts_from=source.key, compression=compression)
+def _cut(
+    key: str, source: Row, truncation: Truncation, lr: float, published: Published, name: str = "", **tuning: Any
+) -> Row:
+    """Return a row that truncates and fine-tunes a network of another row; its name is the percentage in the key."""
+    return Row(
+        key,
+        name or f"{key.partition('/')[2]} %",
+        source.config,
+        published,
+        starts_from=source.key,
+        truncation=truncation,
+        tuning={"optimizer": "sgd", "lr": lr, "epochs": 20, "schedule": "constant"} | tuning,
+    )
 
 
 CIFAR10_ROWS = (
@@ -208,7 +205,7 @@ CIFAR10_NONE, CIFAR10_CP, SVHN_CP, MNIST_CP = CIFAR10_ROWS[0], CIFAR10_ROWS[2], 
 NORMAL, UNIFORM = {"init": "kaiming_normal"}, {"init": "kaiming_uniform"}
 ONES = CIFAR10.replace(lambdas="ones")
 INIT_SGD_ROWS = (
-    _again("init-sgd/decomposition", "CP-decomposition", CIFAR10_CP, Published(89.05, 88.32, 0.21, None)),
+    _copy("init-sgd/decomposition", "CP-decomposition", CIFAR10_CP, Published(89.05, 88.32, 0.21, None)),
     _row("init-sgd/kaiming-normal", "Kaiming normal", ONES.replace(**NORMAL), 88.95, 87.76, 0.36, None),
     _row("init-sgd/kaiming-uniform", "Kaiming uniform", ONES.replace(**UNIFORM), 88.68, 87.63, 0.43, None),
 )
@@ -219,40 +216,63 @@ INIT_ADAM_ROWS = (
 )
 
 COMPRESS_CIFAR10_ROWS = (
-    _again("compress-cifar10/0", "0 %", CIFAR10_CP, Published(89.05, 88.32, 0.21, 9.25e6)),
-    _cut("compress-cifar10/25", CIFAR10_CP, Compression(0.25, 0.0001), Published(89.12, 89.10, 0.02, 6.93e6)),
-    _cut("compress-cifar10/50", CIFAR10_CP, Compression(0.50, 0.001), Published(87.93, 87.79, 0.05, 4.62e6)),
-    _cut("compress-cifar10/75", CIFAR10_CP, Compression(0.75, 0.01), Published(81.61, 81.25, 0.28, 2.31e6)),
+    _copy("compress-cifar10/0", "0 %", CIFAR10_CP, Published(89.05, 88.32, 0.21, 9.25e6)),
+    _cut("compress-cifar10/25", CIFAR10_CP, Truncation(rate=0.25), 0.0001, Published(89.12, 89.10, 0.02, 6.93e6)),
+    _cut("compress-cifar10/50", CIFAR10_CP, Truncation(rate=0.50), 0.001, Published(87.93, 87.79, 0.05, 4.62e6)),
+    _cut("compress-cifar10/75", CIFAR10_CP, Truncation(rate=0.75), 0.01, Published(81.61, 81.25, 0.28, 2.31e6)),
 )
 TAI_ROWS = (
-    _again("tai/low-rank-0", "low-rank, 0 %", CIFAR10_NONE, Published(None, 85.11, None, 2.25e6)),
-    _again("tai/canonical-0", "canonical, 0 %", CIFAR10_CP, Published(None, 85.96, None, 3.21e6)),
+    _copy("tai/low-rank-0", "low-rank, 0 %", CIFAR10_NONE, Published(None, 85.11, None, 2.25e6)),
+    _copy("tai/canonical-0", "canonical, 0 %", CIFAR10_CP, Published(None, 85.96, None, 3.21e6)),
     _cut(
         "tai/low-rank-90",
         CIFAR10_NONE,
-        Compression(0.8978, 0.01, layers=TAI_LAYERS, tai_ranks=TAI_RANKS),
+        Truncation(tai_ranks=TAI_RANKS),  # 89.78 % of the parameters
+        0.01,
         Published(None, 83.06, 1.02, 0.23e6),
         "low-rank, 89.78 %",
     ),
     _cut(
         "tai/canonical-91",
         CIFAR10_CP,
-        Compression(0.936, 0.01, layers=TAI_LAYERS),  # leaves the published 0.20 M of the canonical 3.21 M
+        Truncation(rate=0.936, layers=TAI_LAYERS),  # leaves the published 0.20 M of the canonical 3.21 M
+        0.01,
         Published(None, 81.82, 0.52, 0.20e6),
         "canonical, 90.91 %",
     ),
 )
 COMPRESS_SVHN_ROWS = (
-    _again("compress-svhn/0", "0 %", SVHN_CP, Published(95.62, 94.82, 0.30, 9.25e6)),
-    _cut("compress-svhn/25", SVHN_CP, Compression(0.25, 0.0001), Published(95.30, 95.27, 0.01, 6.93e6)),
-    _cut("compress-svhn/50", SVHN_CP, Compression(0.50, 0.001), Published(95.42, 95.36, 0.03, 4.62e6)),
-    _cut("compress-svhn/75", SVHN_CP, Compression(0.75, 0.01), Published(94.19, 93.75, 0.14, 2.31e6)),
+    _copy("compress-svhn/0", "0 %", SVHN_CP, Published(95.62, 94.82, 0.30, 9.25e6)),
+    _cut("compress-svhn/25", SVHN_CP, Truncation(rate=0.25), 0.0001, Published(95.30, 95.27, 0.01, 6.93e6)),
+    _cut("compress-svhn/50", SVHN_CP, Truncation(rate=0.50), 0.001, Published(95.42, 95.36, 0.03, 4.62e6)),
+    _cut("compress-svhn/75", SVHN_CP, Truncation(rate=0.75), 0.01, Published(94.19, 93.75, 0.14, 2.31e6)),
 )
 COMPRESS_MNIST_ROWS = (
-    _again("compress-mnist/0", "0 %", MNIST_CP, Published(99.35, 99.21, 0.05, 1.22e6)),
-    _cut("compress-mnist/10", MNIST_CP, Compression(0.10, 0.001, "rmsprop"), Published(99.23, 99.18, 0.01, 1.10e6)),
-    _cut("compress-mnist/25", MNIST_CP, Compression(0.25, 0.001, "rmsprop"), Published(98.83, 98.80, 0.02, 0.91e6)),
-    _cut("compress-mnist/50", MNIST_CP, Compression(0.50, 0.001, "rmsprop"), Published(97.56, 97.55, 0.02, 0.61e6)),
+    _copy("compress-mnist/0", "0 %", MNIST_CP, Published(99.35, 99.21, 0.05, 1.22e6)),
+    _cut(
+        "compress-mnist/10",
+        MNIST_CP,
+        Truncation(rate=0.10),
+        0.001,
+        Published(99.23, 99.18, 0.01, 1.10e6),
+        optimizer="rmsprop",
+    ),
+    _cut(
+        "compress-mnist/25",
+        MNIST_CP,
+        Truncation(rate=0.25),
+        0.001,
+        Published(98.83, 98.80, 0.02, 0.91e6),
+        optimizer="rmsprop",
+    ),
+    _cut(
+        "compress-mnist/50",
+        MNIST_CP,
+        Truncation(rate=0.50),
+        0.001,
+        Published(97.56, 97.55, 0.02, 0.61e6),
+        optimizer="rmsprop",
+    ),
 )
 
 TABLES = (
@@ -327,32 +347,32 @@ FIGURES = (
 
 
 def tables() -> tuple[Table, ...]:
-    """The paper's 11 tables in its order."""
+    """Return the paper's 11 tables in its order."""
     return TABLES
 
 
 def table(key: str) -> Table:
-    """One table by its key."""
+    """Return one table by its key."""
     return _find(key, {entry.key: entry for entry in TABLES}, "table")
 
 
 def rows() -> tuple[Row, ...]:
-    """The paper's 40 accuracies in its order."""
+    """Return the paper's 40 accuracies in its order."""
     return tuple(row for entry in TABLES for row in entry.rows)
 
 
 def row(key: str) -> Row:
-    """One accuracy by its key, "cifar10/none-sgd"."""
+    """Return one accuracy by its key, such as "cifar10/none-sgd"."""
     return _find(key, {entry.key: entry for entry in rows()}, "row")
 
 
 def figures() -> tuple[Figure, ...]:
-    """The paper's figures that show results."""
+    """Return the paper's figures that show results."""
     return FIGURES
 
 
 def paper_ranks(model: str) -> dict[str, int]:
-    """The published rank of every layer by its name.
+    """Return the published rank of every layer by its name.
 
     >>> paper_ranks("lenet")
     {'features.0': 11, 'features.2': 270, 'classifier.1': 128, 'classifier.4': 10}

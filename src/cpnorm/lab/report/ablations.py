@@ -19,7 +19,7 @@ def explanations(records: Records) -> Grid | None:
     tables = {table.key: table for table in paper.tables()}
     pairs: list[tuple[Comparison, Comparison]] = []
     for changed in beyond.rows():
-        row = paper.row(changed.tests) if changed.tests and records.finished(changed.key) else None
+        row = paper.row(changed.variant_of) if changed.variant_of and records.finished(changed.key) else None
         if row and row.config.epochs == changed.config.epochs:  # what was cut short explains in another way
             after = compare(replace(changed, published=row.published), tables[row.table], records)
             before = compare(row, tables[row.table], records)

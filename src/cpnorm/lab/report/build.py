@@ -229,7 +229,7 @@ def settings(table: Table) -> str:
     for config in configs:
         rates.setdefault(charts.OPTIMIZERS[config.optimizer], []).append(f"{config.lr:g}")
     steps = "; ".join(f"{name} {' or '.join(dict.fromkeys(values))}" for name, values in rates.items())
-    tuning = " of fine-tuning" if any(row.compression for row in table.rows) else ""
+    tuning = " of fine-tuning" if any(row.truncation for row in table.rows) else ""
     return f"{epochs} epochs{tuning}, batches of {batches}, {steps}"
 
 

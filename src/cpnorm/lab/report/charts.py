@@ -233,7 +233,7 @@ def _points(
             published.append((numbers.weights or 0, numbers.mean, 0.0, f"paper, {row.key}: {numbers.mean:.2f} %"))
         mark = _mark(row.key, records)
         if mark:
-            (plain if row.config.norm in ("none", "weight") and not row.compression else again).append(mark)
+            (plain if row.config.norm in ("none", "weight") and not row.truncation else again).append(mark)
     own: list[Marked] = []
     for key in own_rows:
         settings = next((run.config for run in records.finished(key)), {})

@@ -62,8 +62,8 @@ def explained_settings() -> Settings:
     """Those that differ from the paper, as it most likely had them."""
     published = {row.key: row for row in paper.rows()}
     for row in beyond.rows():
-        if row.tests:
-            published[row.key] = replace(row, published=published[row.tests].published)
+        if row.variant_of:
+            published[row.key] = replace(row, published=published[row.variant_of].published)
     return [
         (setting, {method: published[(cp if method == "cp" else others).format(method)] for method in METHODS})
         for setting, (others, cp) in EXPLAINED.items()

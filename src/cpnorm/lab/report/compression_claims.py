@@ -65,9 +65,9 @@ def compresses(records: Records) -> Claim:
     sentences, kept = [], 0
     for network in dict.fromkeys(line[0].partition(",")[0] for line, _ in tested):
         safe = [
-            line[1].compression.rate
+            truncation.rate or 0.0
             for line, loss in tested
-            if line[1].compression and line[0].startswith(network) and _is_kept(loss)
+            if (truncation := line[1].truncation) and line[0].startswith(network) and _is_kept(loss)
         ]
         kept += bool(safe)
         sentences.append(

@@ -18,7 +18,7 @@ def still_rises(records: Records) -> Claim:
     """The first and the last third of each run's last 60 epochs, in rows with a constant learning rate."""
     lines: list[tuple[str, list[Run]]] = []
     for row in paper.rows():
-        if not row.same_as and not row.compression and not row.config.early_stopping:
+        if not row.same_as and not row.truncation and not row.config.early_stopping:
             runs = [run for run in that_learned(records.finished(row.key)) if len(run.curve) >= 3 * LAST]
             lines += [(row.key, runs)] if runs else []
     changes = corrected([_change(runs) for _, runs in lines])

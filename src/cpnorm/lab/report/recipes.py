@@ -109,7 +109,7 @@ def plain_network(data: str, records: Records) -> str | None:
     means = {
         row.key: last.mean
         for row in paper.rows()
-        if row.config.data == data and row.config.norm in ("none", "weight") and not row.same_as and not row.compression
+        if row.config.data == data and row.config.norm in ("none", "weight") and not row.same_as and not row.truncation
         if (last := last_epochs(records.finished(row.key)))
     }
     return max(means, key=lambda key: means[key]) if means else None

@@ -20,7 +20,7 @@ _classes: dict[tuple[object, ...], type[nn.Module]] = {}
 @contextmanager
 def ready(model: nn.Module) -> Iterator[None]:
     """Inside the block a compiler finds fewer kernels in the model, and knows it again from other seeds."""
-    with as_matrix_products(model), pooled_at_once(model), one_class_for_all(model):
+    with as_matrix_products(model), fused_relu_pool(model), one_class_for_all(model):
         yield
 
 
@@ -85,7 +85,7 @@ def patches_conv2d(
 
 
 @contextmanager
-def pooled_at_once(model: nn.Module) -> Iterator[None]:
+def fused_relu_pool(model: nn.Module) -> Iterator[None]:
     """Inside the block each ReLU of a Sequential with 2 x 2 pooling behind it is computed with it.
 
     Compiled, torch's own operations write the rectified images, and search them once more for the largest pixels in the

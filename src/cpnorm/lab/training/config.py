@@ -1,4 +1,4 @@
-"""One frozen Config says everything about a run; it is stored with the run and with every record made from it."""
+"""The settings of a run as one frozen object, which is stored with the run and with every record made from it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
+MODELS = ("alexnet", "lenet", "resnet18", "resnet20", "resnet56", "vgg16")
 Rank = int | float | str | Mapping[str, int | float | str]
 
 
-LEAST_ZERO = (
+NON_NEGATIVE = (
     *("epochs", "seed", "warmup", "validation", "early_stopping"),
     *("momentum", "weight_decay", "lambda_l1", "label_smoothing"),
 )
-KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {  # of settings: in words, and whether a value is one
+KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {  # type of a setting: its name in messages, and a check
     bool: ("true or false", lambda value: isinstance(value, bool)),
-    int: ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    int: ("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool)),
     float: ("a number", lambda value: isinstance(value, int | float) and math.isfinite(value)),
 }
 
@@ -27,19 +28,23 @@ KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {  # of settings: in words
 class Config:
     """Settings of one training run; ``Config()`` is the paper's canonical AlexNet-like row on CIFAR-10 with SGD."""
 
-    model: Literal["alexnet", "lenet", "resnet18", "resnet20", "resnet56", "vgg16"] = "alexnet"
+    model: str = "alexnet"  # one of MODELS, or "module:function" that returns a network
     width: float = 1.0  # of every layer but the last, as a share of the paper's
     data: Literal["cifar10", "svhn", "mnist", "digits", "idx"] = "cifar10"  # idx: any set in MNIST's format
     norm: Literal["none", "weight", "cp", "tai"] = "cp"
     init: Literal["exact", "power", "als", "kaiming_normal", "kaiming_uniform"] = "power"
+    linear_init: Literal["same", "exact", "power", "als", "kaiming_normal", "kaiming_uniform"] = "same"
+    vector_lengths: Literal["unit", "kaiming"] = "unit"  # of drawn vectors; "kaiming": those of torch's Kaiming init
     lambdas: Literal["decomposition", "ones", "normal"] = "decomposition"
+    linear_lambdas: Literal["same", "decomposition", "ones", "normal"] = "same"
     rank: Rank = "paper"  # "paper": the ranks of the paper's tables; otherwise what canonical_norm takes
     skip: tuple[str, ...] = ()  # layers that stay plain, by name or pattern
-    modes: bool = False  # the Linear behind the flatten keeps the tensor structure of its input
-    renormalize: bool = True
+    modes: bool = False  # the Linear after the flatten keeps the tensor structure of its input
+    renormalize: bool = True  # after every step; False: vectors are divided by their lengths in the forward pass only
+    trainable: Literal["all", "sigma-bias"] = "all"  # "sigma-bias": lambdas and vectors of canonical layers are frozen
     optimizer: Literal["sgd", "rmsprop", "adam", "adamw"] = "sgd"
     lr: float = 0.01
-    equal_angles: bool = False  # vectors of all lengths turn alike: see cpnorm.equal_angles
+    equal_angles: bool = False  # vectors of all lengths turn by the same angle: see cpnorm.equal_angles
     momentum: float = 0.0
     nesterov: bool = False  # look ahead along the momentum of SGD
     weight_decay: float = 0.0
@@ -57,6 +62,7 @@ class Config:
     # auto: crop-flip for CIFAR-10 and SVHN, else none
     validation: int = 0  # training images held out for choosing
     early_stopping: int = 0  # epochs without improvement of the validation (or training) loss before stopping; 0: off
+    keep_best: bool = False  # keep the network of the best test epoch, too: a choice made on test data
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(Config).items():
@@ -65,9 +71,11 @@ class Config:
                 raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {value!r}")
             if kind in KINDS and not KINDS[kind][1](value):
                 raise ValueError(f"expected {name} to be {KINDS[kind][0]}, got {value!r}")
+        if not isinstance(self.model, str) or not (self.model in MODELS or self.model.count(":") == 1):
+            raise ValueError(f"expected model to be one of {', '.join(MODELS)} or module:function, got {self.model!r}")
         if not isinstance(self.skip, list | tuple) or not all(isinstance(name, str) for name in self.skip):
             raise ValueError(f"expected skip to be names of layers, got {self.skip!r}")
-        for name in LEAST_ZERO:
+        for name in NON_NEGATIVE:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
         if self.seed >= 2**63:
@@ -84,19 +92,21 @@ class Config:
             raise ValueError(f"expected a width > 0, got {self.width}")
         if not self.lr > 0:
             raise ValueError(f"expected a learning rate > 0, got {self.lr}")
+        if self.vector_lengths == "kaiming" and not self.init.startswith("kaiming"):
+            raise ValueError(f"vector_lengths='kaiming' needs a Kaiming init, got init={self.init!r}")
         object.__setattr__(self, "skip", tuple(self.skip))
 
     def replace(self, **changes: Any) -> Config:
-        """A copy with these settings changed."""
+        """Return a copy with these settings changed."""
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return the settings as plain JSON values."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Config:
-        """The inverse of ``to_json``; an unknown setting is an error, a missing one takes its default."""
+        """Invert ``to_json``: an unknown setting is an error, a missing one takes its default."""
         unknown = set(values) - {field.name for field in dataclasses.fields(cls)}
         if unknown:
             raise ValueError(f"unknown settings: {', '.join(sorted(unknown))}")

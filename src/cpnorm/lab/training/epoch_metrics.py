@@ -1,4 +1,4 @@
-"""What an epoch's line tells, read off the device without waiting for it."""
+"""The metrics of an epoch, copied from the device without waiting for it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import cpnorm
 SMALL_RANK = 32  # layers up to this rank have every lambda written to the metrics, the others a summary
 
 
-class Readings:
-    """Numbers on their way from the device: whoever asks for the values before they are ready waits."""
+class PendingMetrics:
+    """Numbers on their way from the device; ``values`` waits until they have arrived."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.sizes = [t.numel() for t in tensors]
@@ -27,38 +27,38 @@ class Readings:
             self.arrived.record()
 
     def ready(self) -> bool:
-        """Whether they have arrived."""
+        """Return True once the numbers have arrived."""
         return self.arrived is None or self.arrived.query()
 
     def values(self) -> list[list[float]]:
-        """Tensor by tensor."""
+        """Return the numbers, one list per tensor."""
         if self.arrived:
             self.arrived.synchronize()
         return [part.tolist() for part in self.numbers.split(self.sizes)]
 
 
 def means(sums: Sequence[float]) -> tuple[float, float]:
-    """Mean loss and accuracy in percent from sums of loss, right answers and images."""
+    """Return the mean loss and the accuracy in percent from sums of loss, correct answers and images."""
     loss, right, seen = sums
     return loss / seen, 100 * right / seen
 
 
-def layer_readings(model: nn.Module) -> list[Tensor]:
-    """Sigma, mean lambda and quartiles of its size for every canonical layer, and the lambdas where they are few."""
-    readings = []
+def layer_metrics(model: nn.Module) -> list[Tensor]:
+    """Return sigma, the mean of lambda and quartiles of |lambda| per canonical layer; of small layers all lambdas."""
+    metrics = []
     for layer in cpnorm.canonical_layers(model).values():
         sigma, lambdas = layer.sigma.detach().reshape(1), layer.lambdas.detach()
         steps = torch.linspace(0, 1, 5, device=lambdas.device)
         quartiles = torch.quantile(lambdas.abs().float(), steps)
         few = lambdas if layer.rank <= SMALL_RANK else lambdas[:0]
-        readings.append(torch.cat([sigma, lambdas.mean().reshape(1), quartiles, few]))
-    return readings
+        metrics.append(torch.cat([sigma, lambdas.mean().reshape(1), quartiles, few]))
+    return metrics
 
 
-def layer_statistics(model: nn.Module, readings: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """The readings by the names of the layers."""
+def layer_statistics(model: nn.Module, metrics: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Return the metrics of the layers by name, as plain numbers."""
     out: dict[str, Any] = {}
-    for (name, layer), row in zip(cpnorm.canonical_layers(model).items(), readings, strict=True):
+    for (name, layer), row in zip(cpnorm.canonical_layers(model).items(), metrics, strict=True):
         sigma, mean, *rest = (float(f"{value:.5g}") for value in row)
         out[name] = {"rank": layer.rank, "sigma": sigma, "lambda_mean": mean, "lambda_size_quartiles": rest[:5]}
         if rest[5:]:

@@ -1,8 +1,9 @@
-"""From a place in the data to a loss: what a compiler sees of a step, in one piece or in two."""
+"""The forward pass of a step, from an index into the data to a loss, in one piece or in two, as it is compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -17,9 +18,24 @@ Halves = tuple[Loss, Loss]  # batch_outputs of the first half of a model, loss_o
 
 
 def use_arithmetic(precision: str) -> None:
-    """What float32 means from now on in this process; runs that take turns may differ in it."""
+    """Set what float32 means from now on in this process; runs that take turns may differ in it.
+
+    The flags are process-wide: callers work within ``flags_restored``.
+    """
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     torch.backends.cudnn.allow_tf32 = precision != "fp32"
+
+
+@contextmanager
+def flags_restored() -> Iterator[None]:
+    """Restore torch's process-wide flags of arithmetic and cuDNN at the end of the block."""
+    matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn
+    tf32, benchmark = cudnn.allow_tf32, cudnn.benchmark
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(matmul)
+        cudnn.allow_tf32, cudnn.benchmark = tf32, benchmark
 
 
 def batch_outputs(
@@ -34,9 +50,9 @@ def batch_outputs(
     mode: Any,
     precision: str,
 ) -> tuple[Tensor, Tensor]:
-    """Gather, augment, normalise, run the model: its outputs, and the right answers.
+    """Gather, augment and normalise a batch and run the model; return its outputs and the labels.
 
-    All in one, so that a compiler leaves few kernels of it.
+    One function, so that the compiler can fuse it into few kernels.
     """
     index = order[cursor + offsets]
     x = normalize(augment(images[index], mode), mean, std, torch.float32)
@@ -49,7 +65,7 @@ def batch_outputs(
 def loss_of(
     model: nn.Module | None, x: Tensor, answers: Tensor, smoothing: float, precision: str
 ) -> tuple[Tensor, Tensor]:
-    """The summed loss, of what the rest of the model makes of x; and for the record loss, right answers and images."""
+    """Run the rest of the model and return the summed loss, and the sums of loss, correct answers and images."""
     if model is not None:
         with torch.autocast(x.device.type, torch.bfloat16, enabled=precision == "bf16"):
             x = model(x)
@@ -72,20 +88,20 @@ def batch_loss(
     smoothing: float,
     precision: str,
 ) -> tuple[Tensor, Tensor]:
-    """The one after the other, of a whole model."""
+    """Return the loss of a whole model on a batch, and the sums for the record: see ``loss_of``."""
     batch = batch_outputs(model, images, labels, order, cursor, offsets, mean, std, mode, precision)
     return loss_of(None, *batch, smoothing, precision)
 
 
 @cache
 def compiled_loss() -> Loss:
-    """One compiled function for all models of a process: seeds of a row share its code."""
+    """Return one compiled function for all models of a process: seeds of a row share its code."""
     return _compiled(batch_loss)
 
 
 @cache
 def compiled_halves() -> Halves:
-    """The same of a model that is cut in two."""
+    """Return the compiled functions for a model that is split in two."""
     return _compiled(batch_outputs), _compiled(loss_of)
 
 

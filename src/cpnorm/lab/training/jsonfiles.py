@@ -1,7 +1,4 @@
-"""JSON for anyone to read, and files of it as anyone may have left them.
-
-That is: too large, too deep, of another kind, or cut off in their last line.
-"""
+"""JSON as others can read it, and readers for JSON files that may be too large, too deep or cut off."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ LARGEST_OF_LINES = 2**29  # bytes of a file of records, of which a long one has 
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object a file holds; anything else is a ValueError that names the file."""
+    """Return the JSON object of a file; anything else raises a ValueError that names the file."""
     try:
         return parse_object(read_bytes(path))
     except (OSError, ValueError) as error:
@@ -22,7 +19,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file that has one in each line; a bad one is a ValueError that names file and line."""
+    """Return the JSON objects of a file with one per line; a bad one raises a ValueError that names file and line."""
     lines = []
     for number, text in enumerate(whole_lines(read_bytes(path, LARGEST_OF_LINES)), 1):
         try:
@@ -34,17 +31,17 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def whole_lines(content: bytes) -> list[bytes]:
-    """All lines but a last one that has no end: it was being written when the process was killed or the disk full."""
+    """Return all lines but an unfinished last one, as a kill or a full disk leaves it."""
     *lines, last = content.split(b"\n")
     try:
         parse_object(last)
     except ValueError:
         return lines
-    return [*lines, last]  # whole, though nobody ended it
+    return [*lines, last]  # whole, only its line end is missing
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
-    """One JSON object."""
+    """Return the JSON object that a text holds."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -55,12 +52,12 @@ def parse_object(text: bytes) -> dict[str, Any]:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """For anyone to read: NaN and infinity, as a diverged run has them, are no JSON and become null."""
+    """Return standard JSON: NaN and infinity, as a diverged run has them, become null."""
     return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=indent)
 
 
 def read_bytes(path: Path, largest: int = LARGEST) -> bytes:
-    """Return the content of a file, or raise a ValueError where it has more than ``largest`` bytes."""
+    """Return the content of a file; raise a ValueError if it has more than ``largest`` bytes."""
     with path.open("rb") as file:
         content = file.read(largest + 1)
     if len(content) > largest:

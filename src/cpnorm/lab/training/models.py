@@ -1,21 +1,27 @@
 """The paper's two networks in plain torch layers: LeNet-like for MNIST, AlexNet-like for CIFAR-10 and SVHN.
 
 Both are ``features``, ``flatten``, ``classifier``, so that ``features.3`` or ``classifier.1`` names a layer everywhere:
-in ranks, in records and in reports. Weights start as torch draws them.
+in ranks, in records and in reports. Parameters start as torch draws them.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import os
+import sys
 from collections import OrderedDict
+from collections.abc import Callable
 
 from torch import nn
 
 from cpnorm.lab.training import networks
+from cpnorm.lab.training.config import MODELS
 from cpnorm.lab.training.networks import scaled
 
 
 def lenet(channels: int = 1, classes: int = 10, image_size: int = 28, width: float = 1.0) -> nn.Sequential:
-    """The LeNet-like network: two convolutions without padding, two linear layers, 1.20 M weights on MNIST.
+    """Return the LeNet-like network: two convolutions without padding, two linear layers, 1.20 M parameters on MNIST.
 
     ``width`` makes every layer but the last this many times as wide.
 
@@ -42,7 +48,7 @@ def lenet(channels: int = 1, classes: int = 10, image_size: int = 28, width: flo
 
 
 def alexnet(channels: int = 3, classes: int = 10, image_size: int = 32, width: float = 1.0) -> nn.Sequential:
-    """The AlexNet-like network: five convolutions, three linear layers, 6.98 M weights on CIFAR-10.
+    """Return the AlexNet-like network: five convolutions, three linear layers, 6.98 M parameters on CIFAR-10.
 
     ``width`` makes every layer but the last this many times as wide.
 
@@ -79,7 +85,16 @@ def alexnet(channels: int = 3, classes: int = 10, image_size: int = 32, width: f
 
 
 def build(name: str, channels: int, classes: int, image_size: int, width: float = 1.0) -> nn.Module:
-    """Return the network of this name for images of this shape."""
+    """Return the network of this name for images of this shape.
+
+    Args:
+        name: one of ``MODELS``, or "module:function" for a network of your own. The function is called with those of
+            the arguments ``channels``, ``classes``, ``image_size`` and ``width`` that it has.
+        channels: of the images.
+        classes: number of outputs.
+        image_size: height and width of the images.
+        width: factor on the width of every layer but the last.
+    """
     match name:
         case "alexnet":
             return alexnet(channels, classes, image_size, width)
@@ -90,10 +105,31 @@ def build(name: str, channels: int, classes: int, image_size: int, width: float 
         case "resnet18":
             return networks.resnet18(channels, classes, width)
         case "vgg16":
-            if image_size < 32:
-                raise ValueError(f"expected images of at least 32 x 32 pixels, got {image_size}")
+            _at_least(32, image_size)
             return networks.vgg16(channels, classes, width)
-    raise ValueError(f"expected a model among alexnet, lenet, resnet18, resnet20, resnet56, vgg16, got {name!r}")
+    if ":" not in name:
+        raise ValueError(f"expected a model among {', '.join(MODELS)} or module:function, got {name!r}")
+    given = {"channels": channels, "classes": classes, "image_size": image_size, "width": width}
+    function = _imported(name)
+    network = function(**{key: given[key] for key in inspect.signature(function).parameters if key in given})
+    if not isinstance(network, nn.Module):
+        raise ValueError(f"expected {name} to return a torch.nn.Module, got {type(network).__name__}")
+    return network
+
+
+def _imported(name: str) -> Callable[..., nn.Module]:
+    module, _, function = name.partition(":")
+    path = list(sys.path)
+    sys.path.insert(0, os.getcwd())  # as with ``python -m``: a file in the working directory is found
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"cannot import the network {name!r}: {error}") from error
+    finally:
+        sys.path[:] = path
+    if not callable(found):
+        raise ValueError(f"expected {name} to be a function that returns a network, got {type(found).__name__}")
+    return found
 
 
 def _at_least(smallest: int, image_size: int) -> int:

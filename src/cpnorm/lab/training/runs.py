@@ -1,4 +1,4 @@
-"""A run's folder: config, environment, data and record as JSON, metrics.jsonl, checkpoint.pt, model.safetensors."""
+"""The folder of a run: its settings, metrics, checkpoint, network and record as files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -23,27 +23,20 @@ from cpnorm.lab.data.digests import describe_change
 from cpnorm.lab.data.images import ImageSet
 from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.jsonfiles import read_lines, read_object, to_json
+from cpnorm.lab.training.records import with_current_keys
 
 
 class RunError(RuntimeError):
-    """A run folder that cannot be used, with the reason."""
+    """Raised for a run folder that cannot be used, with the reason."""
 
 
 class InUseError(RunError):
-    """A run that another process is at work on."""
+    """Raised for a run that another process is working on."""
 
 
-FILES = (
-    "config.json",
-    "environment.json",
-    "data.json",
-    "checkpoint.pt",
-    "metrics.jsonl",
-    "cut.json",
-    "start.safetensors",
-    "model.safetensors",
-    "record.json",
-)
+TRUNCATION_KEYS = ("truncation_settings", "compress")  # in config.json; the second up to version 0.1
+START_FILES = ("config.json", "environment.json", "data.json", "cut.json", "start.safetensors")
+FILES = (*START_FILES, "checkpoint.pt", "metrics.jsonl", "best.safetensors", "model.safetensors", "record.json")
 
 
 class RunFolder:
@@ -51,14 +44,16 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._created: list[Path] = []  # folders that did not exist before, innermost first
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
 
     @contextmanager
     def claimed(self, config: Config, extra: dict[str, Any] | None = None) -> Iterator[None]:
-        """Hold the folder for this process and this config; another of either is an error."""
+        """Hold the folder for this process and this config; raise if another process or config holds it."""
         try:
+            self._created = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self / ".lock").acquire(blocking=False)
         except Timeout as error:
@@ -66,63 +61,65 @@ class RunFolder:
         except OSError as error:
             raise RunError(f"cannot use {self.path} as a run folder: {error.strerror}") from error
         with lock:
-            settings = {**config.to_json(), **({"compress": extra} if extra else {})}
+            settings = {**config.to_json(), **({"truncation_settings": extra} if extra else {})}
             if (self / "config.json").exists():
                 self._check_same(settings)
             else:
                 write_json(self / "config.json", settings)
-            for name in FILES:  # of a process that was killed
+            for name in FILES:  # left by a process that was killed
                 for leftover in (*self.path.glob(f".{name}.*.tmp"), *self.path.glob(f".{name}.*.part")):
                     leftover.unlink(missing_ok=True)
             if self.record() is None:
                 write_json(self / "environment.json", environment())
             else:
-                (self / "checkpoint.pt").unlink(missing_ok=True)  # killed in the last moment of finish()
+                (self / "checkpoint.pt").unlink(missing_ok=True)  # a kill at the end of finish() may leave it
             yield
 
     def _check_same(self, settings: dict[str, Any]) -> None:
-        there = {**Config().to_json(), **read_json(self / "config.json")}  # of an older version: without newer settings
+        there = {**Config().to_json(), **self._settings()}  # older versions had fewer settings
         changed = [key for key in {**there, **settings} if there.get(key) != settings.get(key)]
         if changed:
             differences = ", ".join(f"{k}: {there.get(k)!r} there, {settings.get(k)!r} now" for k in sorted(changed))
             raise RunError(f"{self.path} holds a run with other settings ({differences})")
 
+    def discard(self, names: Iterable[str]) -> None:
+        """Remove these files, and the folders that ``claimed`` created if they are empty then."""
+        for name in (*names, *([".lock"] if self._created else [])):
+            (self / name).unlink(missing_ok=True)
+        for folder in self._created:
+            if any(folder.iterdir()):
+                break
+            folder.rmdir()
+
+    def _settings(self) -> dict[str, Any]:
+        values = read_json(self / "config.json")
+        truncation = next((values.pop(key) for key in TRUNCATION_KEYS if key in values), None)
+        return values if truncation is None else {**values, "truncation_settings": truncation}
+
     def config(self) -> Config:
-        """The settings stored with the run."""
+        """Return the settings stored with the run."""
         if not (self / "config.json").exists():
             raise RunError(f"{self.path} holds no run: config.json is missing")
         values = read_json(self / "config.json")
-        values.pop("compress", None)
+        for key in TRUNCATION_KEYS:
+            values.pop(key, None)
         try:
             return Config.from_json(values)
         except ValueError as error:
             raise RunError(f"{self / 'config.json'}: {error}") from error
 
-    def keep_data(self, data: ImageSet) -> None:
-        """Store which data the run is trained on; raise a RunError where it began with others."""
-        if not data.sha256:
-            return
-        if change := describe_change(data, self.data().get("sha256")):
-            raise RunError(f"{self.path} cannot go on: {change}")
-        folder = None if data.folder is None else str(data.folder.resolve())
-        write_json(self / "data.json", {"name": data.name, "folder": folder, "sha256": data.sha256})
-
-    def data(self) -> dict[str, Any]:
-        """Return the name, the folder and the SHA-256 of the data of the run; empty where none were stored."""
-        return read_json(self / "data.json") if (self / "data.json").exists() else {}
-
     def save_checkpoint(self, state: dict[str, Any]) -> None:
-        """Everything needed to go on, bit for bit."""
+        """Save all that is needed to resume, bit for bit."""
         buffer = io.BytesIO()
         torch.save(state, buffer)
         write_atomically(self / "checkpoint.pt", buffer.getvalue())
 
     def has_checkpoint(self) -> bool:
-        """Whether there is a state to go on from."""
+        """Return True if there is a state to resume from."""
         return (self / "checkpoint.pt").exists()
 
     def load_checkpoint(self, device: torch.device) -> dict[str, Any] | None:
-        """The last state saved, or None; runs no code from the file."""
+        """Return the last state saved, or None; no code from the file is executed."""
         path = self / "checkpoint.pt"
         if not self.has_checkpoint():
             return None
@@ -133,31 +130,48 @@ class RunFolder:
             raise RunError(f"{path} cannot be read: {type(error).__name__}: {str(error).splitlines()[0]}") from error
 
     def write_metrics(self, history: list[dict[str, Any]]) -> None:
-        """One line an epoch; the checkpoint has them too, so that nobody waits for the disk."""
+        """Write one line per epoch; the checkpoint has them too, so that this need not wait for the disk."""
         content = "".join(json.dumps(line) + "\n" for line in history).encode()
         write_atomically(self / "metrics.jsonl", content, durable=False)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The epochs so far."""
+        """Return the metrics of the epochs so far."""
         path = self / "metrics.jsonl"
         try:
             return read_lines(path) if path.exists() else []
         except (OSError, ValueError) as error:
             raise RunError(f"{path} cannot be read: {error}") from error
 
-    def finish(self, model: nn.Module, record: dict[str, Any]) -> None:
-        """The trained model and the record of the run; the checkpoint is no longer needed."""
-        cpnorm.save(model, self / "model.safetensors", metadata={"model": record["config"]["model"]})
+    def finish(self, model: nn.Module, record: dict[str, Any], best: nn.Module | None = None) -> None:
+        """Write the trained network, the best one where it was kept, and the record; remove the checkpoint."""
+        metadata = {"model": record["config"]["model"]}
+        if best is not None:
+            label = {"chosen": "best epoch on test data", "epoch": record["best_epoch"]}
+            cpnorm.save(best, self / "best.safetensors", metadata=metadata | label)
+        cpnorm.save(model, self / "model.safetensors", metadata=metadata)
         write_json(self / "record.json", record)
         (self / "checkpoint.pt").unlink(missing_ok=True)
 
     def record(self) -> dict[str, Any] | None:
-        """What finish() wrote, or None."""
-        return read_json(self / "record.json") if (self / "record.json").exists() else None
+        """Return the record that ``finish`` wrote, or None."""
+        return with_current_keys(read_json(self / "record.json")) if (self / "record.json").exists() else None
+
+    def keep_data(self, data: ImageSet) -> None:
+        """Store which data the run is trained on; raise a RunError if it began with others."""
+        if not data.sha256:
+            return
+        if change := describe_change(data, self.data().get("sha256")):
+            raise RunError(f"{self.path} cannot be resumed: {change}")
+        folder = None if data.folder is None else str(data.folder.resolve())
+        write_json(self / "data.json", {"name": data.name, "folder": folder, "sha256": data.sha256})
+
+    def data(self) -> dict[str, Any]:
+        """Return the name, the folder and the SHA-256 of the data of the run; empty if none were stored."""
+        return read_json(self / "data.json") if (self / "data.json").exists() else {}
 
 
 def environment() -> dict[str, Any]:
-    """Versions, hardware and commit."""
+    """Return versions, hardware and commit."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "cpnorm": cpnorm.__version__,
@@ -174,7 +188,7 @@ def environment() -> dict[str, Any]:
 
 @cache
 def _commit() -> str | None:
-    """Of the source tree when it was first asked for; $CPNORM_COMMIT speaks for a copy without its history."""
+    """Return the commit of the source tree, or $CPNORM_COMMIT for a copy without its history."""
     if "CPNORM_COMMIT" in os.environ:
         return os.environ["CPNORM_COMMIT"]
 
@@ -189,9 +203,9 @@ def _commit() -> str | None:
 
 
 def write_atomically(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Replace a file as a whole: a reader, or the next start after a kill, sees the old content or the new.
+    """Replace a file as a whole: a reader, or the next start after a kill, finds the old content or the new.
 
-    If ``durable``, so does the next start after a power cut.
+    With ``durable`` this holds after a power cut, too.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -207,12 +221,12 @@ def write_atomically(path: Path, content: bytes, *, durable: bool = True) -> Non
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Readable JSON, atomically."""
+    """Write indented JSON, atomically."""
     write_atomically(path, (to_json(value, indent=1) + "\n").encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """With an error that names the file."""
+    """Return the JSON object of a file; the error names the file."""
     try:
         return read_object(path)
     except ValueError as error:
@@ -220,7 +234,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _refuse_packed(path: Path) -> None:
-    """torch packs nothing: a file that says it unpacks to more than it holds would only take all memory."""
+    """Raise for a compressed archive: torch writes none, and a hostile one could fill the memory."""
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
     if (

@@ -1,14 +1,15 @@
-"""From a config to the things a run is made of: network, optimizer, learning rate, device, processes."""
+"""Make the parts of a run from its config: network, optimizer, learning rate, device, processes."""
 
 from __future__ import annotations
 
 import atexit
 import math
 import os
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
 import cpnorm
 from cpnorm.lab.data.images import ImageSet, normalize
@@ -19,8 +20,16 @@ from cpnorm.lab.training.rmsprop import FusedRMSprop
 
 
 def build_model(config: Config, data: ImageSet, device: torch.device, progress: Any = None) -> nn.Module:
-    """The network a config describes, with its normalisation, drawn from its seed."""
-    torch.manual_seed(config.seed)
+    """Return the network a config describes, with its normalisation, drawn from its seed.
+
+    torch's global random state is left as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(config.seed)
+        return _build(config, data, device, progress)
+
+
+def _build(config: Config, data: ImageSet, device: torch.device, progress: Any) -> nn.Module:
     channels, size = data.train_images.shape[1], data.train_images.shape[2]
     model = models.build(config.model, channels, len(data.classes), size, config.width)
     if not config.dropout:
@@ -37,29 +46,80 @@ def build_model(config: Config, data: ImageSet, device: torch.device, progress: 
         batch = normalize(data.train_images[:256], data.mean, data.std).to(device)
         return baselines.tai(model, ranks, skip=config.skip, images=batch)
     if config.norm == "cp":
-        example = torch.zeros(1, channels, size, size, device=device)
-        return cpnorm.canonical_norm(
+        return _canonical(config, model, torch.zeros(1, channels, size, size, device=device), progress)
+    return model
+
+
+def _canonical(config: Config, model: nn.Module, example: Tensor, progress: Any) -> nn.Module:
+    """Convert the network; convolutions and linear layers separately where their settings differ."""
+    if config.rank == "paper" and config.model not in ("alexnet", "lenet"):
+        raise ValueError(f"the paper has no ranks for {config.model}: give --rank exact, a number or a share")
+    rank: Any = paper.paper_ranks(config.model) if config.rank == "paper" else config.rank
+    generator = torch.Generator().manual_seed(config.seed)
+    modes = cpnorm.flatten_modes(model, example) if config.modes else None
+    linear = {name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+
+    def convert(init: str, lambdas: str, skipped: Collection[str]) -> None:
+        def chosen(names: Any) -> Any:
+            named = isinstance(names, Mapping)
+            return {name: value for name, value in names.items() if name not in skipped} if named else names
+
+        cpnorm.canonical_norm(
             model,
-            paper.paper_ranks(config.model) if config.rank == "paper" else config.rank,
-            config.init,
-            lambdas=config.lambdas,
-            skip=config.skip,
-            modes=cpnorm.flatten_modes(model, example) if config.modes else None,
-            generator=torch.Generator().manual_seed(config.seed),
+            chosen(rank),
+            init,
+            lambdas=lambdas,
+            skip=[*config.skip, *skipped],
+            modes=chosen(modes),
+            generator=generator,
             progress=progress,
+        )
+
+    linear_init = config.init if config.linear_init == "same" else config.linear_init
+    linear_lambdas = config.lambdas if config.linear_lambdas == "same" else config.linear_lambdas
+    if (linear_init, linear_lambdas) == (config.init, config.lambdas):
+        convert(config.init, config.lambdas, ())
+    else:
+        convert(config.init, config.lambdas, linear)
+        others = {name for name, _ in model.named_modules() if name not in linear}
+        convert(linear_init, linear_lambdas, others)
+    if config.vector_lengths == "kaiming":
+        _draw_vectors(
+            config.init,
+            [n for n in cpnorm.canonical_layers(model) if n not in linear or linear_init == config.init],
+            model,
+            generator,
         )
     return model
 
 
-def make_optimizer(config: Config, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
-    """torch's own, or as torch's; on a GPU in the forms that can be captured, with the learning rates in tensors.
+@torch.no_grad()
+def _draw_vectors(init: str, names: Iterable[str], model: nn.Module, generator: torch.Generator) -> None:
+    """Draw the vectors of these layers by torch's Kaiming initialisation, whose lengths are kept."""
+    draw = nn.init.kaiming_normal_ if init == "kaiming_normal" else nn.init.kaiming_uniform_
+    for name in names:
+        for factor in cpnorm.canonical_layers(model)[name].factors:
+            factor.copy_(draw(torch.empty(factor.shape), generator=generator))  # (d, R): the fan is R
 
-    Each group of parameters has its "scale": what its learning rate is times the config's.
+
+def freeze(config: Config, model: nn.Module) -> None:
+    """Freeze what the config does not train."""
+    if config.trainable == "sigma-bias":
+        for layer in cpnorm.canonical_layers(model).values():
+            for parameter in (layer.lambdas, *layer.factors):
+                parameter.requires_grad_(False)
+
+
+def make_optimizer(config: Config, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
+    """Return the optimizer of a config; on a GPU one that a CUDA graph can hold, with learning rates as tensors.
+
+    Each group of parameters has a "scale", by which the config's learning rate is multiplied.
     """
     gpu, decay = device.type == "cuda", config.weight_decay
-    groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "scale": 1.0}]
+    groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.requires_grad], "scale": 1.0}]
     if config.equal_angles:
-        groups = [{"params": g["params"], "scale": g["lr"]} for g in cpnorm.equal_angles(model, 1.0)]
+        angles = cpnorm.equal_angles(model, 1.0)
+        groups = [{"params": [p for p in g["params"] if p.requires_grad], "scale": g["lr"]} for g in angles]
     for group in groups:
         lr = config.lr * group["scale"]
         group["lr"] = torch.tensor(lr, device=device) if gpu else lr
@@ -76,7 +136,7 @@ def make_optimizer(config: Config, model: nn.Module, device: torch.device) -> to
 
 
 def learning_rate(config: Config, progress: float) -> float:
-    """After ``progress`` epochs (a fraction of an epoch counts)."""
+    """Return the learning rate after ``progress`` epochs, which need not be whole."""
     if progress < config.warmup:
         return config.lr * max(progress, 1e-3) / config.warmup
     along = (progress - config.warmup) / max(config.epochs - config.warmup, 1e-9)
@@ -85,18 +145,18 @@ def learning_rate(config: Config, progress: float) -> float:
 
 
 def process() -> tuple[int, int]:
-    """Rank and number of the processes of this run; torchrun sets the variables, the first call joins them."""
+    """Return rank and number of the processes of this run, as torchrun sets them; the first call joins the group."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         return 0, 1
     if not distributed.is_initialized():
         distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-        atexit.register(distributed.destroy_process_group)  # or its threads may abort the process at its end
+        atexit.register(distributed.destroy_process_group)  # else its threads may abort the process when it exits
     return distributed.get_rank(), distributed.get_world_size()
 
 
 def pick_device(asked: str | None, rank: int) -> torch.device:
-    """The GPU of this process if there is one."""
+    """Return the device asked for, else the GPU of this process, else the CPU."""
     if asked is None:
         asked = f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
     try:
