@@ -22,7 +22,7 @@ def cluster(tmp_path: Path) -> Path:
     """A folder with data, a ``cpnorm`` that knows the tiny table only, a ``scontrol`` that writes down its calls."""
     write_data(tmp_path / "data")
     for name, code in {
-        "cpnorm": f"#!{sys.executable}\n{PREPARE}\nfrom cpnorm.lab import cli\nsys.exit(cli.main())\n",
+        "cpnorm": f"#!{sys.executable}\n{PREPARE}\nfrom cpnorm.lab.cli import main\nsys.exit(main.main())\n",
         "scontrol": '#!/bin/sh\necho "$@" >> "$CPNORM_FOLDER/scontrol"\n',
     }.items():
         path = tmp_path / "bin" / name
