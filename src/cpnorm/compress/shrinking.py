@@ -37,6 +37,7 @@ Progress = Callable[[str, int, int], None]
 PROBES = 7  # budgets tried for a bound on latency or accuracy
 ATTEMPTS = 3  # cuts until the factorised model is within the budget
 ROUNDING = 1e-3  # of the outputs' norm: single precision may amplify that much in deep networks
+NEARLY = 1.05  # of the fewest parameters: a faster form of a layer may have this many
 EXACT = 1e-6  # of the outputs' norm in double precision
 
 
@@ -279,11 +280,16 @@ class _Job:
         """Return the forms that suit the budget: the fewest parameters, the least arithmetic or the least time."""
         if budget == "latency_ms":
             return choose_forms(cut, self.example)
-        choice = choose_forms(cut, self.example, measure=False, goal="parameters")
-        if budget != "flops":
-            return choice
-        least = {n: min(y.costs, key=lambda form: y.costs[form].flops) for n, y in choice.layers.items()}
-        return choose_forms(cut, self.example, measure=False, forms=least)
+        layers = choose_forms(cut, self.example, measure=False, goal="parameters").layers
+        picked = {}
+        for name, layer in layers.items():
+            least = min(cost.parameters for cost in layer.costs.values())
+            nearly = {form: cost for form, cost in layer.costs.items() if cost.parameters <= NEARLY * least}
+            if budget == "flops":
+                picked[name] = min(layer.costs, key=lambda form: layer.costs[form].flops)
+            else:
+                picked[name] = min(nearly, key=lambda form: nearly[form].total)
+        return choose_forms(cut, self.example, measure=False, forms=picked)
 
     def verify(self, small: nn.Module, cut: nn.Module) -> float:
         """Return how far the outputs of both are apart; raise where it is more than rounding explains."""

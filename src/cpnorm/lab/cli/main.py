@@ -28,6 +28,7 @@ from cpnorm.lab.cli.options import (
     TimeLimit,
     Wandb,
     changed,
+    parse_numbers,
     parse_rank,
     parse_seconds,
     said_yes,
@@ -363,6 +364,64 @@ def export(
         typer.echo(f"{file}: {result['weights']:,} parameters, input {result['input']}")
     if goal != "parameters" and result["weights"] > 1.1 * result["weights_of_run"]:
         typer.echo(f"the run has {result['weights_of_run']:,} parameters: --goal parameters keeps the layers small")
+
+
+@app.command()
+def shrink(
+    network: Annotated[str, typer.Argument(help="package.module:function that builds it, or hf:FOLDER")],
+    out: Annotated[Path, typer.Option(help="folder for the small network and its report")],
+    weights: Annotated[Path | None, typer.Option(help="safetensors, or a state dict of torch.save")] = None,
+    images: Annotated[Path | None, typer.Option(help="folder of images, one folder per class, or a list")] = None,
+    text: Annotated[Path | None, typer.Option(help="a plain text, for networks of transformers")] = None,
+    parameters: Annotated[str | None, typer.Option(help="what may be left: 10%, or a number")] = None,
+    flops: Annotated[str | None, typer.Option(help="FLOPs of one sample: 30%, or a number")] = None,
+    latency_ms: Annotated[float | None, typer.Option(help="milliseconds of one sample on this device")] = None,
+    accuracy_drop: Annotated[str | None, typer.Option(help="how far accuracy may fall: 1%")] = None,
+    image_size: Annotated[int, typer.Option(min=1, help="pixels of a side")] = 224,
+    mean: Annotated[str, typer.Option(help="of each channel; one number: grey images")] = "0.485,0.456,0.406",
+    std: Annotated[str, typer.Option(help="of each channel")] = "0.229,0.224,0.225",
+    length: Annotated[int, typer.Option(min=2, help="tokens of a window of the text")] = 128,
+    samples: Annotated[int, typer.Option(min=1, help="images or windows to calibrate with, and to measure on")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="samples at a time")] = 32,
+    skip: Annotated[list[str] | None, typer.Option(help="a layer to leave alone; may be repeated")] = None,
+    curve: Annotated[bool, typer.Option("--curve/--no-curve", help="try the budgets around this one too")] = True,
+    seed: Annotated[int, typer.Option(help="which images are for calibration")] = 0,
+    device: Device = None,
+    as_json: Json = False,
+) -> int:
+    """Make a network of your own smaller: safetensors, ONNX, a torch.export program and a report come out."""
+    from cpnorm.lab.cli import shrink as command
+    from cpnorm.lab.cli.user_models import ImageOptions, UserData, read_images, read_text
+
+    offered = {"parameters": parameters, "flops": flops, "latency_ms": latency_ms, "accuracy_drop": accuracy_drop}
+    budget = {n: command.parse_share(v) if isinstance(v, str) else v for n, v in offered.items() if v is not None}
+    if len(budget) != 1:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in offered)
+        raise typer.BadParameter(f"expected exactly one budget of {flags}, got {len(budget)}")
+    if (images is None) == (text is None):
+        raise typer.BadParameter("expected either --images or --text")
+
+    def data() -> UserData:
+        if text is not None:
+            return read_text(text, network, length, samples, batch_size)
+        assert images is not None
+        options = ImageOptions(image_size, parse_numbers(mean), parse_numbers(std))
+        return read_images(images, options, samples, batch_size, seed)
+
+    console = messages()
+    announce_warnings(console)
+    outcome = command.run_shrink(
+        network, weights, data, budget, out, device=device, samples=samples, skip=tuple(skip or ()), curve=curve,
+        console=console, silent=as_json,
+    )  # fmt: skip
+    if as_json:
+        print_json(outcome.to_json())
+        return DONE
+    typer.echo(str(outcome.small))
+    typer.echo(f"{outcome.quality_name} on held-out data: {outcome.quality_before:.4g} -> {outcome.quality_after:.4g}")
+    for name, said in outcome.files.items():
+        typer.echo(f"{out / name}: {said}")
+    return DONE
 
 
 @app.command()

@@ -144,6 +144,18 @@ def parse_rank(text: str) -> Rank:
     return rank
 
 
+def parse_numbers(text: str) -> tuple[float, ...]:
+    """Numbers as they are typed: 0.485,0.456,0.406.
+
+    >>> parse_numbers("0.5"), parse_numbers("0.5, .25")
+    ((0.5,), (0.5, 0.25))
+    """
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"expected numbers such as 0.485,0.456,0.406, got {text!r}") from None
+
+
 def parse_seconds(text: str) -> float:
     """Parse a length of time as it is typed: 90, 45s, 9m, 1h30m.
 

@@ -1,0 +1,268 @@
+"""``cpnorm shrink``: a network of the user's own in, a smaller one with a report out."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor, nn
+
+import cpnorm
+from cpnorm.lab.cli.user_models import UserData, load_network, users_code
+from cpnorm.lab.training.runs import write_atomically
+
+EXAMPLES = 8
+CURVE = (2.0, 1.41, 0.71, 0.5)  # budgets of the curve, in multiples of the one asked for
+CONTINUED = 24  # tokens of an example
+
+
+@dataclass(frozen=True)
+class Point:
+    """One budget of the curve: the share of the parameters that is left, and what that costs on held-out data."""
+
+    share: float
+    parameters: int
+    error: float  # of the outputs on the calibration data
+    quality: float  # on held-out data
+    asked_for: bool = False
+
+
+@dataclass
+class Outcome:
+    """What the command writes."""
+
+    small: cpnorm.Shrunk
+    quality_name: str
+    quality_before: float
+    quality_after: float
+    curve: list[Point]
+    examples: list[dict[str, Any]]
+    files: dict[str, str] = field(default_factory=dict)  # what was written, or why not
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "report": self.small.report.to_json(),
+            "held_out": {"name": self.quality_name, "before": self.quality_before, "after": self.quality_after},
+            "curve": [vars(point) for point in self.curve],
+            "examples": [{k: v for k, v in e.items() if k != "picture"} for e in self.examples],
+            "files": self.files,
+        }
+
+
+def parse_share(text: str) -> float:
+    """Return a budget as it is typed.
+
+    >>> parse_share("10%"), parse_share("0.1"), parse_share("200000")
+    (0.1, 0.1, 200000.0)
+    """
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise ValueError(f"expected a budget such as 10%, 0.1 or 200000, got {text!r}") from None
+
+
+def run_shrink(
+    network: str,
+    weights: Path | None,
+    data: Callable[[], UserData],
+    budget: dict[str, Any],
+    out: Path,
+    *,
+    device: str | None,
+    samples: int,
+    skip: tuple[str, ...],
+    curve: bool,
+    console: Console,
+    silent: bool,
+) -> Outcome:
+    """Load, shrink, measure, and write everything into the folder ``out``."""
+    model = load_network(network, weights, device)
+    found = data()
+    inputs = _inputs(found.calibration[0])
+    with users_code(f"{network} on a batch of the data"), torch.no_grad():
+        model(**_moved(model, inputs)) if isinstance(inputs, dict) else model(_moved(model, inputs))
+    columns = (TextColumn("{task.description:40.40}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=silent or not console.is_terminal) as bar:
+        task = bar.add_task("")
+
+        def tell(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        options: dict[str, Any] = {"samples": samples, "skip": skip}
+        small = cpnorm.shrink(model, found.calibration, **budget, **options, progress=tell)
+        name, measure = _quality(found)
+        outcome = Outcome(small, name, measure(model, model), measure(small.model, model), [], [])
+        outcome.curve = _curve(model, small, found, outcome, measure, options, tell) if curve else []
+        outcome.examples = _examples(model, small.model, found)
+        tell("writing files", 0, 1)
+        out.mkdir(parents=True, exist_ok=True)
+        outcome.files = _export(small, inputs, out)
+    from cpnorm.lab.cli.shrink_page import render
+
+    write_atomically(out / "report.json", json.dumps(outcome.to_json(), indent=1, ensure_ascii=False).encode())
+    write_atomically(out / "report.html", render(network, outcome, found).encode())
+    outcome.files |= {"report.json": "written", "report.html": "written"}
+    return outcome
+
+
+# --- measuring on what was held out -------------------------------------------------------------------------------
+
+
+def _inputs(batch: Any) -> Any:
+    return batch if isinstance(batch, dict) else batch[0]
+
+
+def _moved(model: nn.Module, value: Any) -> Any:
+    device = next(model.parameters()).device
+    if isinstance(value, dict):
+        return {key: x.to(device) for key, x in value.items()}
+    return value.to(device)
+
+
+def _scores(model: nn.Module, inputs: Any) -> Tensor:
+    with torch.no_grad():
+        outputs = model(**_moved(model, inputs)) if isinstance(inputs, dict) else model(_moved(model, inputs))
+    scores = getattr(outputs, "logits", outputs)
+    scores = next(iter(scores.values())) if isinstance(scores, dict) else scores
+    return scores[0] if isinstance(scores, tuple | list) else scores
+
+
+def _quality(data: UserData) -> tuple[str, Callable[[nn.Module, nn.Module], float]]:
+    """Return what is measured on the held-out data, and how: perplexity, accuracy or agreement with old answers."""
+    if data.kind == "text":
+
+        def perplexity(model: nn.Module, _: nn.Module) -> float:
+            total, count = 0.0, 0
+            for batch in data.held_out:
+                logits, tokens = _scores(model, batch), batch["input_ids"]
+                wanted = tokens[:, 1:].flatten().to(logits.device)
+                guesses = logits[:, :-1].flatten(0, 1).float()
+                total += nn.functional.cross_entropy(guesses, wanted, reduction="sum").item()
+                count += wanted.numel()
+            return math.exp(min(total / count, 700))
+
+        return "perplexity", perplexity
+    labelled = all(labels is not None for _, labels in data.held_out)
+
+    def right(model: nn.Module, reference: nn.Module) -> float:
+        same = count = 0
+        for x, labels in data.held_out:
+            answers = _scores(model, x).argmax(1).cpu()
+            wanted = labels if labelled else _scores(reference, x).argmax(1).cpu()
+            same, count = same + int((answers == wanted).sum()), count + len(answers)
+        return same / count
+
+    return ("accuracy" if labelled else "the same answer as before"), right
+
+
+def _curve(
+    model: nn.Module,
+    small: cpnorm.Shrunk,
+    data: UserData,
+    outcome: Outcome,
+    measure: Callable[[nn.Module, nn.Module], float],
+    options: dict[str, Any],
+    tell: Callable[[str, int, int], None],
+) -> list[Point]:
+    """Return the budgets around the one asked for; those that cannot be met are left out."""
+    report = small.report
+    share = report.parameters_after / report.parameters_before
+    points = [Point(share, report.parameters_after, report.output_error, outcome.quality_after, asked_for=True)]
+    for number, factor in enumerate(CURVE):
+        tell("budgets around it", number, len(CURVE))
+        if factor * share >= 0.95:
+            continue
+        try:
+            other = cpnorm.shrink(model, data.calibration, parameters=factor * share, **options)
+        except ValueError:  # less than one term in each layer
+            continue
+        after = other.report
+        quality = measure(other.model, model)
+        found = after.parameters_after / after.parameters_before
+        points.append(Point(found, after.parameters_after, after.output_error, quality))
+    return sorted(points, key=lambda point: point.share)
+
+
+def _examples(model: nn.Module, small: nn.Module, data: UserData) -> list[dict[str, Any]]:
+    """Return a few held-out samples with the answers before and after."""
+    if data.kind == "text":
+        found = []
+        for window in data.held_out[0]["input_ids"][:4]:
+            prompt = window[: max(2, len(window) // 4)]
+            texts = {"prompt": data.tokenizer.decode(prompt)}
+            for name, each in (("before", model), ("after", small)):
+                texts[name] = data.tokenizer.decode(_continue(each, prompt))
+            found.append(texts)
+        return found
+    x, labels = data.held_out[0]
+    answers = {name: _scores(each, x).softmax(1).cpu() for name, each in (("before", model), ("after", small))}
+    found = []
+    for n in range(min(EXAMPLES, len(x))):
+        row: dict[str, Any] = {"picture": data.pictures[n], "image": data.pictures[n].name}
+        row["label"] = "" if labels is None else _name(data, int(labels[n]))
+        for name, shares in answers.items():
+            row[name] = f"{_name(data, int(shares[n].argmax()))} ({100 * shares[n].max().item():.0f} %)"
+        found.append(row)
+    return found
+
+
+def _name(data: UserData, label: int) -> str:
+    return data.names[label] if label < len(data.names) else str(label)
+
+
+def _continue(model: nn.Module, prompt: Tensor) -> Tensor:
+    tokens = prompt[None]
+    for _ in range(CONTINUED):
+        tokens = torch.cat([tokens, _scores(model, {"input_ids": tokens})[:, -1:].argmax(-1).cpu()], dim=1)
+    return tokens[0, len(prompt) :]
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def _export(small: cpnorm.Shrunk, inputs: Any, out: Path) -> dict[str, str]:
+    """Write the model for other programs; what cannot be written says why."""
+    plain = copy.deepcopy(small.model).cpu().float().eval()
+    two = {key: x[:2].cpu() for key, x in inputs.items()} if isinstance(inputs, dict) else inputs[:2].cpu()
+    cpnorm.save(plain, out / "model.safetensors", metadata={"parameters": small.report.parameters_after})
+    files = {"model.safetensors": _size(out / "model.safetensors")}
+    writers = {
+        "model.onnx": lambda path: cpnorm.export_onnx(plain, two, path),
+        "model.pt2": lambda path: _write_program(plain, two, path),
+    }
+    for name, write in writers.items():
+        try:
+            write(out / name)
+            files[name] = _size(out / name)
+        except Exception as error:  # exporters fail in every way there is; the other files are still good
+            (reason, *_) = str(error).strip().splitlines() or [""]
+            files[name] = f"not written: {type(error).__name__}: {reason[:200]}"
+    return files
+
+
+def _write_program(model: nn.Module, inputs: Any, path: Path) -> None:
+    batch, content = {0: torch.export.Dim("batch")}, io.BytesIO()
+    if isinstance(inputs, dict):
+        shapes: Any = dict.fromkeys(inputs, batch)
+        program = torch.export.export(model, (), inputs, dynamic_shapes=shapes)
+    else:
+        program = torch.export.export(model, (inputs,), dynamic_shapes=(batch,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of views of one tensor, which are weights of a chain
+        torch.export.save(program, content)
+    write_atomically(path, content.getvalue())
+
+
+def _size(path: Path) -> str:
+    return f"{path.stat().st_size / 1e6:.2f} MB"

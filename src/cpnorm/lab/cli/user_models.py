@@ -1,0 +1,230 @@
+"""Networks and data of the user's own: built by a function of theirs, or read from a folder of transformers'."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import cpnorm
+
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
+HUB = "hf:"
+OTHERS = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], str(Path(cpnorm.__file__).parent))
+WRAPPERS = ("state_dict", "model", "model_state_dict")  # keys under which checkpoints keep the weights
+
+
+class UsersCodeError(Exception):
+    """An error that the user's own code raised, told as theirs."""
+
+
+@contextmanager
+def users_code(what: str) -> Iterator[None]:
+    """Tell errors of the user's own code as such, with the line of it that raised them; others pass."""
+    try:
+        yield
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not frame.filename.startswith((*OTHERS, "<"))]
+        if not own:
+            raise
+        place = f"{own[-1].filename}, line {own[-1].lineno}"
+        raise UsersCodeError(f"{what} raised {type(error).__name__}: {error} ({place})") from error
+
+
+# --- networks -----------------------------------------------------------------------------------------------------
+
+
+def load_network(source: str, weights: Path | None, device: str | None) -> nn.Module:
+    """Return the network of ``package.module:function`` or ``hf:FOLDER``, with these weights, in evaluation mode."""
+    model = _from_transformers(Path(source[len(HUB) :])) if source.startswith(HUB) else _built(source)
+    if weights is not None:
+        _load_weights(model, weights)
+    return model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _built(source: str) -> nn.Module:
+    module_name, _, attribute = source.partition(":")
+    if not module_name or not attribute:
+        raise ValueError(f"expected package.module:function or {HUB}FOLDER as network, got {source!r}")
+    sys.path.insert(0, "")  # as `python -m` does: modules of the folder one stands in
+    try:
+        with users_code(f"importing {module_name}"):
+            try:
+                module = importlib.import_module(module_name)
+            except ModuleNotFoundError as error:
+                if error.name and module_name.startswith(error.name):
+                    raise ValueError(f"there is no module {error.name} here or among the installed packages") from None
+                raise
+    finally:
+        sys.path.remove("")
+    try:
+        build = getattr(module, attribute)
+    except AttributeError:
+        raise ValueError(f"{module_name} has no {attribute}") from None
+    if isinstance(build, nn.Module):
+        return build
+    with users_code(f"{source}()"):
+        model = build()
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"expected {source}() to return a torch.nn.Module, got a {type(model).__name__}")
+    return model
+
+
+def _from_transformers(folder: Path) -> nn.Module:
+    import transformers
+
+    config = folder / "config.json"
+    if not config.is_file():
+        raise FileNotFoundError(f"{folder}: expected a folder with config.json, as save_pretrained writes it")
+    (kind, *_) = json.loads(config.read_text()).get("architectures") or [""]
+    if not hasattr(transformers, kind):
+        raise ValueError(f"{config}: transformers {transformers.__version__} has no architecture {kind!r}")
+    model: nn.Module = getattr(transformers, kind).from_pretrained(folder, local_files_only=True)
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False  # keys and values of old tokens are no outputs to compare or export
+    return model
+
+
+def _load_weights(model: nn.Module, path: Path) -> None:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such file of weights")
+    if path.suffix == ".safetensors":
+        cpnorm.load(path, model)
+        return
+    state: Any = torch.load(path, map_location="cpu", weights_only=True)
+    for key in WRAPPERS:
+        state = state[key] if isinstance(state, dict) and isinstance(state.get(key), dict) else state
+    if not isinstance(state, dict):
+        raise ValueError(f"{path}: expected a state dict, got a {type(state).__name__}")
+    state = {key.removeprefix("module."): value for key, value in state.items()}  # as DataParallel names them
+    missing, unexpected = model.state_dict().keys() - state.keys(), state.keys() - model.state_dict().keys()
+    if missing or unexpected:
+        words = [f"{len(keys)} {what}, such as {min(keys)}" for what, keys in
+                 (("missing", missing), ("unknown", unexpected)) if keys]  # fmt: skip
+        raise ValueError(f"{path} does not fit the network: keys are {' and '.join(words)}")
+    model.load_state_dict(state)
+
+
+# --- data ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UserData:
+    """Batches to calibrate with, and others, held out, to measure with; what the classes or words are called."""
+
+    calibration: list[Any]
+    held_out: list[Any]
+    kind: str  # "images" or "text"
+    names: tuple[str, ...] = ()
+    tokenizer: Any = None
+    pictures: tuple[Path, ...] = ()  # of the held-out images
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """How images become inputs."""
+
+    size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def read(self, path: Path) -> Tensor:  # -> (channels, size, size)
+        """Return an image with its shorter side resized and its middle cut out, normalised."""
+        from PIL import Image, UnidentifiedImageError
+
+        try:
+            with Image.open(path) as opened:
+                image = opened.convert("L" if len(self.mean) == 1 else "RGB")
+        except (UnidentifiedImageError, OSError) as error:
+            raise ValueError(f"{path}: not an image that Pillow reads ({error})") from error
+        scale = self.size / min(image.size)
+        image = image.resize([max(self.size, round(side * scale)) for side in image.size], Image.Resampling.BILINEAR)
+        left, top = ((side - self.size) // 2 for side in image.size)
+        image = image.crop((left, top, left + self.size, top + self.size))
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+        x = pixels.reshape(self.size, self.size, -1).permute(2, 0, 1).float() / 255
+        return (x - torch.tensor(self.mean)[:, None, None]) / torch.tensor(self.std)[:, None, None]
+
+
+def read_images(source: Path, options: ImageOptions, samples: int, batch: int, seed: int) -> UserData:
+    """Read images of a folder of classes, of one folder, or of a list file; half of them are held out if few."""
+    found, names = _listed(source) if source.is_file() else _in_folder(source)
+    if len(found) < 2:
+        raise ValueError(f"{source}: expected at least two images ({', '.join(IMAGES)}), got {len(found)}")
+    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed)).tolist()
+    first = min(samples, max(1, len(found) // 2))
+    chosen, rest = order[:first], order[first : first + samples]
+
+    def batches(picked: Sequence[int]) -> list[Any]:
+        parts = [picked[start : start + batch] for start in range(0, len(picked), batch)]
+        return [_labelled([found[n] for n in part], options) for part in parts]
+
+    pictures = tuple(found[n][0] for n in rest)
+    return UserData(batches(chosen), batches(rest), "images", names, pictures=pictures)
+
+
+def _labelled(found: Sequence[tuple[Path, int | None]], options: ImageOptions) -> tuple[Tensor, Tensor | None]:
+    x = torch.stack([options.read(path) for path, _ in found])
+    labels = [label for _, label in found if label is not None]
+    return x, torch.tensor(labels) if len(labels) == len(found) else None
+
+
+def _in_folder(folder: Path) -> tuple[list[tuple[Path, int | None]], tuple[str, ...]]:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: expected a folder of images, of one folder per class, or a list file")
+    classes = sorted(path for path in folder.iterdir() if path.is_dir())
+    if not classes:
+        return [(path, None) for path in _images(folder)], ()
+    found: list[tuple[Path, int | None]] = [
+        (path, label) for label, below in enumerate(classes) for path in _images(below)
+    ]
+    return found, tuple(path.name for path in classes)
+
+
+def _images(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGES)
+
+
+def _listed(file: Path) -> tuple[list[tuple[Path, int | None]], tuple[str, ...]]:
+    """Lines of a path, relative to the file, and perhaps a class: a number or a name."""
+    lines = [line.rstrip().rsplit(maxsplit=1) for line in file.read_text().splitlines() if line.strip()]
+    whole = [" ".join(words) for words in lines]
+    if all((file.parent / path).is_file() for path in whole):
+        return [(file.parent / path, None) for path in whole], ()
+    for number, words in enumerate(lines, start=1):
+        if len(words) < 2 or not (file.parent / words[0]).is_file():
+            raise ValueError(f"{file}, line {number}: expected the path of an image and a class, got {' '.join(words)}")
+    if all(words[1].isdigit() for words in lines):
+        return [(file.parent / path, int(label)) for path, label in lines], ()
+    names = sorted({label for _, label in lines})
+    return [(file.parent / path, names.index(label)) for path, label in lines], tuple(names)
+
+
+def read_text(file: Path, source: str, length: int, samples: int, batch: int) -> UserData:
+    """Read a plain text in windows of ``length`` tokens, of which the last quarter is held out."""
+    from transformers import AutoTokenizer
+
+    if not source.startswith(HUB):
+        raise ValueError(f"--text needs a network of transformers, {HUB}FOLDER, for its tokenizer; got {source}")
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: expected a plain text file")
+    tokenizer = AutoTokenizer.from_pretrained(source[len(HUB) :], local_files_only=True)
+    tokens = tokenizer(file.read_text(encoding="utf-8"), verbose=False, add_special_tokens=False)["input_ids"]
+    windows = torch.tensor(tokens[: len(tokens) // length * length]).reshape(-1, length)
+    if len(windows) < 2:
+        raise ValueError(f"{file}: expected at least {2 * length} tokens, got {len(tokens)}: try --length")
+    cut = max(1, 3 * len(windows) // 4)
+    parts = (windows[:cut][:samples], windows[cut:][:samples])
+    calibration, held_out = ([{"input_ids": rows} for rows in part.split(batch)] for part in parts)
+    return UserData(calibration, held_out, "text", tokenizer=tokenizer)
