@@ -81,15 +81,10 @@ def _canonical(config: Config, model: nn.Module, example: Tensor, progress: Any)
         convert(config.init, config.lambdas, ())
     else:
         convert(config.init, config.lambdas, linear)
-        others = {name for name, _ in model.named_modules() if name not in linear}
-        convert(linear_init, linear_lambdas, others)
+        convert(linear_init, linear_lambdas, cpnorm.canonical_layers(model))
     if config.vector_lengths == "kaiming":
-        _draw_vectors(
-            config.init,
-            [n for n in cpnorm.canonical_layers(model) if n not in linear or linear_init == config.init],
-            model,
-            generator,
-        )
+        drawn = [name for name in cpnorm.canonical_layers(model) if name not in linear or linear_init == config.init]
+        _draw_vectors(config.init, drawn, model, generator)
     return model
 
 
