@@ -1,6 +1,6 @@
 """Claim: cpnorm compresses trained networks further than its peers at the same accuracy, without training and after it.
 
-Same network, same budget of parameters, same calibration images (the first 1,024 of the training set), same fine-tuning
+Same network, same budget of parameters, same calibration images (the first 1,024 of the training set, augmented), same fine-tuning
 for every method. Accuracies are of the whole test set, of the last epoch, and nothing is chosen by them.
 
     python benchmarks/compression_accuracy.py resnet56 --shares 0.5 0.33                 # published weights
@@ -76,7 +76,8 @@ class Run:
         self.device = torch.device(args.device)
         self.records = list(compression_figure.read([args.out])) if args.out.exists() else []
         self.data = self._data()
-        self.calibration = calibration_batches(self.data, args.calibration)
+        mode = "crop-flip" if args.data == "cifar10" else "crop"
+        self.calibration = calibration_batches(self.data, args.calibration, mode=mode)
         images, labels = self.data.train_images[-HELD_OUT:], self.data.train_labels[-HELD_OUT:]
         self.held_out = dataclasses.replace(self.data, test_images=images, test_labels=labels)
         self.network = nn.Module()

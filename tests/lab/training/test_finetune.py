@@ -131,7 +131,7 @@ def test_learning_rates() -> None:
 
 def test_statistics_are_those_of_the_images(digits: ImageSet) -> None:
     model = network()
-    batches = [x for x, _ in calibration_batches(digits, 400, batch=200)]
+    batches = [x for x, _ in calibration_batches(digits, 400, batch=200, mode="none")]
     model.eval()
     weights = [p.clone() for p in model.parameters()]
     assert reestimate_batch_norm(model, batches) == 2
@@ -143,6 +143,16 @@ def test_statistics_are_those_of_the_images(digits: ImageSet) -> None:
     assert model[1].momentum == 0.1
     assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
     assert reestimate_batch_norm(nn.Linear(2, 2), []) == 0
+
+
+def test_calibration_images_are_augmented_as_in_training(digits: ImageSet) -> None:
+    first, again, other = (calibration_batches(digits, 60, batch=32, seed=seed) for seed in (0, 0, 1))
+    assert [len(y) for _, y in first] == [32, 28]
+    assert torch.equal(first[0][0], again[0][0])
+    assert not torch.equal(first[0][0], other[0][0])
+    assert torch.equal(first[1][1], digits.train_labels[32:60])
+    clean = calibration_batches(digits, 60, mode="none")[0][0]
+    assert torch.equal(clean, prepared(digits.train_images[:60], digits))
 
 
 @pytest.mark.parametrize(

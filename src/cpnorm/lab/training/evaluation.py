@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from cpnorm.lab.data.images import ImageSet, normalize
+from cpnorm.lab.data.images import Augmentation, ImageSet, augment, normalize
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
 TEST_BATCH = 1000  # images
@@ -32,7 +32,7 @@ def reestimate_batch_norm(model: nn.Module, batches: Sequence[Tensor]) -> int:
     """Estimate the statistics of all batch-norm layers anew from normalised images, and return how many there are.
 
     A compressed or averaged network has other activations than the one whose statistics it holds. The statistics become
-    the means over the batches.
+    the means over the batches. The images must be augmented as in training: see ``calibration_batches``.
     """
     layers = [m for m in model.modules() if isinstance(m, BatchNorm) and m.track_running_stats]
     if not layers:
@@ -57,10 +57,19 @@ def prepared(images: Tensor, data: ImageSet) -> Tensor:  # (N, C, H, W) uint8 ->
     return normalize(images, data.mean, data.std).contiguous(memory_format=torch.channels_last)
 
 
-def calibration_batches(data: ImageSet, count: int, batch: int = 256) -> list[tuple[Tensor, Tensor]]:
-    """Return the first ``count`` training images, normalised, with their labels: what ``cpnorm.truncate`` looks at."""
-    images, labels = data.train_images[:count], data.train_labels[:count]
-    return [(prepared(x, data), y) for x, y in zip(images.split(batch), labels.split(batch), strict=True)]
+def calibration_batches(
+    data: ImageSet, count: int, *, batch: int = 256, mode: Augmentation = "crop-flip", seed: int = 0
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the first ``count`` training images, augmented and normalised, with their labels.
+
+    They are what ``cpnorm.truncate`` looks at, and what batch-norm statistics are estimated from. Augment them as in
+    training: the statistics of clean images are others, and cost a ResNet-20 that was trained on crops 2.8 points.
+    """
+    device = data.train_images.device
+    generator = torch.Generator(device).manual_seed(seed)
+    images = augment(data.train_images[:count], mode, generator)
+    pairs = zip(images.split(batch), data.train_labels[:count].split(batch), strict=True)
+    return [(prepared(x, data), y) for x, y in pairs]
 
 
 @contextmanager

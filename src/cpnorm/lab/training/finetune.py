@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import cpnorm
 from cpnorm.lab.data.images import Augmentation, ImageSet, augment
-from cpnorm.lab.training.evaluation import accuracy, prepared, reestimate_batch_norm
+from cpnorm.lab.training.evaluation import accuracy, calibration_batches, prepared, reestimate_batch_norm
 
 EAGER_STEPS = 3  # before a step is captured: libraries have chosen their kernels, and optimizers have their state
 
@@ -38,7 +38,7 @@ class Recipe:
             teacher it is 0.
         temperature: the teacher's and the network's logits are divided by it for the distillation.
         averaging: the averaged weights forget a step after this share of all steps; 0 turns averaging off.
-        statistics: training images that the batch-norm statistics of the averaged network are estimated from.
+        statistics: training images, augmented, that batch-norm statistics of the averaged network are estimated from.
         rebuild: on a GPU, run canonical layers as one dense layer with a rebuilt weight while they are trained.
     """
 
@@ -241,8 +241,8 @@ class _Training:
             parameter.copy_(average)
         if self.canonical:
             cpnorm.renormalize(self.model)
-        images = self.data.train_images[: self.recipe.statistics]
-        reestimate_batch_norm(self.model, [prepared(part, self.data) for part in images.split(512)])
+        images = calibration_batches(self.data, self.recipe.statistics, batch=512, mode=self.recipe.augment)
+        reestimate_batch_norm(self.model, [x for x, _ in images])
         self.model.eval()
 
 
