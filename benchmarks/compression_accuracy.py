@@ -1,7 +1,8 @@
 """Claim: cpnorm compresses trained networks further than its peers at the same accuracy, without training and after it.
 
-Same network, same budget of parameters, same calibration images (the first 1,024 of the training set, augmented), same fine-tuning
-for every method. Accuracies are of the whole test set, of the last epoch, and nothing is chosen by them.
+Same network, same budget of parameters, same calibration images (the first 1,024 of the training set, augmented), and
+the same fine-tuning for every method. Accuracies are of the whole test set and of the last epoch; nothing is chosen by
+them.
 
     python benchmarks/compression_accuracy.py resnet56 --shares 0.5 0.33                 # published weights
     python benchmarks/compression_accuracy.py resnet18 --device cuda --finetune 0.05     # trained here first
