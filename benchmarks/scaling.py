@@ -166,9 +166,9 @@ def draw(device: str) -> None:
 
 
 def draw_all() -> None:
-    """Of every record there is; without matplotlib none."""
+    """Draw the plot of every record, cpu and cuda; without matplotlib none."""
     try:
-        for path in sorted(timing.RESULTS.glob("scaling_*.json")):
+        for path in sorted(timing.RESULTS.glob("scaling_c*.json")):
             draw(path.stem.removeprefix("scaling_"))
     except ImportError as error:
         print(f"no plots without {error.name}; elsewhere: python benchmarks/table.py")

@@ -12,7 +12,15 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks.md"
-SCRIPTS = ("training_step", "scaling", "plan", "decompose", "inference", "startup")  # in the order of the page
+SCRIPTS = (
+    "training_step",
+    "scaling",
+    "scaling_layers",
+    "plan",
+    "decompose",
+    "inference",
+    "startup",
+)  # in the order of the page
 
 HEAD = """# Benchmarks
 

@@ -27,6 +27,7 @@ from trust.workers import Hardship, last_words, start
 
 CONTENT = random.Random(0).randbytes(2**20)
 SECONDS: dict[str, float] = {}  # that a job takes which nothing happens to
+KILLS = 125  # of each of the four jobs, by make test-kill
 MOMENTS = {"train": 30, "cut": 35, "queue": 80, "fetch": 3}  # files are changed at least so often in a whole job
 
 
@@ -148,12 +149,13 @@ def test_a_killed_job_goes_on(job: str, tmp_path: Path, undisturbed: Callable[[s
 def test_a_job_killed_many_times_goes_on(
     job: str, tmp_path: Path, undisturbed: Callable[[str], Path], address: str
 ) -> None:
-    kills = 0
-    for seed in range(8):
-        (tmp_path / str(seed)).mkdir()
-        kills += killed_and_resumed(job, seed, 4, tmp_path / str(seed), undisturbed, address)
+    kills, seeds = 0, iter(range(KILLS))  # an attempt in three ends before it is killed
+    while kills < KILLS:
+        folder = tmp_path / str(seed := next(seeds))
+        folder.mkdir()
+        kills += killed_and_resumed(job, seed, 4, folder, undisturbed, address)
+        shutil.rmtree(folder)
     sys.stdout.write(f"{job} was killed {kills} times\n")
-    assert kills >= 15  # of 32: the others were done before
 
 
 # --- no room, no rights, no folder --------------------------------------------------------------------------------
