@@ -28,6 +28,7 @@ from cpnorm.lab.cli.options import (
     TimeLimit,
     Wandb,
     changed,
+    flag,
     parse_numbers,
     parse_rank,
     parse_seconds,
@@ -115,7 +116,7 @@ def _version() -> str:
 @app.callback(invoke_without_command=True)
 def overview(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
+    version: Annotated[bool, flag("--version", help="print the version and exit")] = False,
     debug: Annotated[
         bool, typer.Option("--debug", help="show errors with their traceback; may stand anywhere")
     ] = False,
@@ -316,7 +317,7 @@ def evaluate(run: Run, data_dir: DataDir = None, device: Device = None, as_json:
 def inspect_run(
     run: Run,
     plots: Annotated[Path | None, typer.Option(help="folder to draw pictures into")] = None,
-    svg: Annotated[bool, typer.Option("--svg", help="pictures as SVG instead of PNG")] = False,
+    svg: Annotated[bool, flag("--svg", help="pictures as SVG instead of PNG")] = False,
     as_json: Json = False,
 ) -> None:
     """Show layers, ranks and parameters of a run, its λ spectrum and histogram, and σ and λ over training."""
@@ -437,12 +438,12 @@ def reproduce(
         int, typer.Option("--parallel-runs", "--at-once", min=1, help="runs that share the device")
     ] = 8,
     engine: Annotated[str, typer.Option(help="local, or ray: the cluster of $RAY_ADDRESS, or this machine")] = "local",
-    wait: Annotated[bool, typer.Option("--wait", help="stay to take over runs of other processes that die")] = False,
+    wait: Annotated[bool, flag("--wait", help="stay to take over runs of other processes that die")] = False,
     checkpoint_every: Checkpoints = 60.0,
     time_limit: TimeLimit = None,
     data_dir: DataDir = None,
     device: Device = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="list what is missing, run nothing")] = False,
+    dry_run: Annotated[bool, flag("--dry-run", help="list what is missing, run nothing")] = False,
     as_json: Json = False,
 ) -> int:
     """Run what is missing of the paper's tables; may be stopped and resumed, and several may work side by side."""

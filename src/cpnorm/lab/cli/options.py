@@ -16,16 +16,22 @@ from cpnorm.lab.training.config import Config, Rank
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+
+def flag(*names: str, help: str) -> Any:
+    """Return an option that takes no value; its help shows no type."""
+    return typer.Option(*names, help=help, metavar="")
+
+
 Run = Annotated[Path, typer.Argument(help="the folder of a run", metavar="RUN")]
-Json = Annotated[bool, typer.Option("--json", help="print the result as JSON and nothing else")]
+Json = Annotated[bool, flag("--json", help="print the result as JSON and nothing else")]
 DataDir = Annotated[Path | None, typer.Option(help="folder of the data; default: $CPNORM_DATA, then the user's cache")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; default: a GPU if there is one")]
-Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="use torch.compile and CUDA graphs on a GPU")]
+Compile = Annotated[bool, flag("--compile/--no-compile", help="use torch.compile and CUDA graphs on a GPU")]
 Checkpoints = Annotated[float, typer.Option(help="seconds between two checkpoints")]
 TimeLimit = Annotated[str | None, typer.Option(help="save and stop after this time: 90s, 9m, 1h30m")]
-TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="log to RUN/tensorboard as well")]
-Wandb = Annotated[bool, typer.Option("--wandb", help="log to Weights & Biases as well")]
-Mlflow = Annotated[bool, typer.Option("--mlflow", help="log to MLflow as well")]
+TensorBoard = Annotated[bool, flag("--tensorboard", help="log to RUN/tensorboard as well")]
+Wandb = Annotated[bool, flag("--wandb", help="log to Weights & Biases as well")]
+Mlflow = Annotated[bool, flag("--mlflow", help="log to MLflow as well")]
 
 HELP = {
     "model": "the network: alexnet, lenet, resnet18, resnet20, resnet56, vgg16, or module:function for your own",
@@ -96,6 +102,7 @@ def _option(field: dataclasses.Field[Any], hint: Any, show_default: bool) -> ins
     option = typer.Option(
         f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
         help=HELP[field.name],
+        metavar="" if kind is bool else None,
         show_default=str(field.default) if show_default and field.default != () else False,
         rich_help_panel="The network and its data" if field.name in NETWORK else "The training",
     )
