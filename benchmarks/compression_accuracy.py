@@ -48,8 +48,8 @@ SHARES = (0.5, 0.33, 0.2, 0.1, 0.05, 0.03, 0.02)
 PUBLISHED = {"resnet20": "resnet20-cifar10", "resnet56": "resnet56-cifar10"}
 HELD_OUT = 1024  # training images that decide whether batch-norm statistics are estimated anew
 SHARD = 15 * 2**20  # bytes of a file with dense weights
-SMALL = {"lr": 0.05, "batch_size": 128, "weight_decay": 5e-4}  # ResNet-20 and -56
-LARGE = {"lr": 0.1, "batch_size": 512, "weight_decay": 5e-4}  # ResNet-18 and VGG-16
+SMALL = {"optimizer": "adamw", "lr": 1e-3, "batch_size": 256, "weight_decay": 0.01}  # ResNet-20 and -56
+LARGE = {"optimizer": "adamw", "lr": 1e-3, "batch_size": 512, "weight_decay": 0.01}  # ResNet-18 and VGG-16
 
 
 def main() -> None:
@@ -192,6 +192,8 @@ class Run:
             if not self._missing(method, share, seed) or self._out_of_time(f"{method} at {share:g}, seed {seed}"):
                 continue
             twin, recipe = copy.deepcopy(model), self._recipe(seed)
+            if self.args.form == "plain" and cpnorm.canonical_layers(twin):
+                twin = cpnorm.factorize(twin, self.calibration[0][0][:1], goal="parameters", measure=False)
             started = time.perf_counter()
             history = finetune(twin, self.data, recipe, teacher=self.network, test_every=self.args.test_every)
             seconds = time.perf_counter() - started
@@ -201,7 +203,12 @@ class Run:
                     "share": share,
                     "seed": seed,
                     "accuracy": history[-1]["test_accuracy"],
-                    "finetuning": {**recipe.to_json(), "teacher": "the dense network", "label": self.args.label},
+                    "finetuning": {
+                        **recipe.to_json(),
+                        "teacher": "dense",
+                        "form": self.args.form,
+                        "label": self.args.label,
+                    },
                     "curve": {key: [line.get(key) for line in history] for key in ("loss", "test_accuracy")},
                     "seconds": round(seconds, 2),
                 },
@@ -336,6 +343,7 @@ def arguments() -> argparse.Namespace:
     add("--lr", type=float)
     add("--batch-size", type=int)
     add("--optimizer", choices=["sgd", "adamw"])
+    add("--form", choices=["canonical", "plain"], default="canonical", help="that cpnorm's networks are fine-tuned in")
     add("--distillation", type=float)
     add("--temperature", type=float)
     add("--averaging", type=float)
