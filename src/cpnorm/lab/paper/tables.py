@@ -313,7 +313,7 @@ FIGURES = (
         "σ and λ during training, first layer of the LeNet-like network",
         "fig:lambda_plot",
         "fast change first, none at the end, and clear differences between the 11 terms; dashed where a λ shrinks",
-        row="mnist/cp-rmsprop",
+        row="mnist/cp-sgd",
         layer="features.0",
     ),
     Figure(
