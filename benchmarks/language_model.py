@@ -25,6 +25,7 @@ import argparse
 import copy
 import json
 import math
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -86,18 +87,20 @@ def perplexity(model: nn.Module, tokens: Tensor, batch: int) -> float:
     return math.exp(total / (tokens.shape[0] * (tokens.shape[1] - 1)))
 
 
-def linears(model: nn.Module) -> dict[str, nn.Linear]:
-    return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != HEAD}
+def linears(model: nn.Module, every: int = 1) -> dict[str, nn.Linear]:
+    """The linear layers of the blocks 0, every, 2 * every, ..., without the output layer."""
+    found = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != HEAD}
+    return {n: m for n, m in found.items() if int(re.findall(r"\.(\d+)\.", n)[0]) % every == 0}
 
 
 # --- peers --------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def second_moments(model: nn.Module, tokens: Tensor, batch: int) -> dict[str, Tensor]:
+def second_moments(model: nn.Module, tokens: Tensor, batch: int, every: int) -> dict[str, Tensor]:
     moments: dict[str, Tensor] = {}
     handles = []
-    for name, layer in linears(model).items():
+    for name, layer in linears(model, every).items():
 
         def see(_: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
             x = args[0].flatten(0, -2).float()
@@ -116,10 +119,10 @@ Factors = dict[str, tuple[Tensor, Tensor]]  # (O, R), (R, I) of every layer
 
 
 @torch.no_grad()
-def singular_vectors(model: nn.Module, moments: dict[str, Tensor] | None) -> Factors:
+def singular_vectors(model: nn.Module, moments: dict[str, Tensor] | None, every: int) -> Factors:
     """Of every weight, by singular values; with moments, those of W S^1/2."""
     found = {}
-    for name, layer in linears(model).items():
+    for name, layer in linears(model, every).items():
         weight = layer.weight.double() if layer.weight.is_cuda else layer.weight
         root = None
         if moments is not None:
@@ -135,10 +138,10 @@ def singular_vectors(model: nn.Module, moments: dict[str, Tensor] | None) -> Fac
 def by_svd(model: nn.Module, share: float, factors: Factors) -> nn.Module:
     """The same share of every weight."""
     small = copy.deepcopy(model)
-    for name, layer in linears(small).items():
-        weight, (out, into) = layer.weight, factors[name]
-        rank = int((1 - share) * weight.numel() / sum(weight.shape))
-        chain = nn.Sequential(nn.Linear(weight.shape[1], rank, False), nn.Linear(rank, weight.shape[0], False))
+    for name, (out, into) in factors.items():
+        outputs, inputs = len(out), into.shape[1]
+        rank = int((1 - share) * outputs * inputs / (outputs + inputs))
+        chain = nn.Sequential(nn.Linear(inputs, rank, False), nn.Linear(rank, outputs, False))
         chain[0].weight = nn.Parameter(into[:rank].clone())
         chain[1].weight = nn.Parameter(out[:, :rank].clone())
         small.set_submodule(name, chain)
@@ -148,13 +151,14 @@ def by_svd(model: nn.Module, share: float, factors: Factors) -> nn.Module:
 # --- ours ---------------------------------------------------------------------------------------------------------
 
 
-def by_cpnorm(model: nn.Module, share: float, tokens: Tensor, batch: int, together: bool) -> nn.Module:
+def by_cpnorm(model: nn.Module, share: float, tokens: Tensor, batch: int, every: int, together: bool) -> nn.Module:
     """One budget for all layers, spent where the outputs on the calibration text feel it least."""
     small, example = copy.deepcopy(model), {"input_ids": tokens[:1].to(next(model.parameters()).device)}
-    budget = count(model) - math.ceil(share * sum(y.weight.numel() for y in linears(model).values()))
+    budget = count(model) - math.ceil(share * sum(y.weight.numel() for y in linears(model, every).values()))
+    skip = sorted(linears(model).keys() - linears(model, every).keys() | {HEAD})
     if together:
-        stack_siblings(small, example, skip=(HEAD,))
-    cpnorm.canonical_norm(small, skip=HEAD)
+        stack_siblings(small, example, skip)
+    cpnorm.canonical_norm(small, skip=skip)
     data = [({"input_ids": rows, "use_cache": False}, None) for rows in tokens.split(batch)]
     cpnorm.truncate(small, params=budget, data=data, **CUT)
     return small
@@ -171,18 +175,18 @@ def count(model: nn.Module) -> int:
 
 
 def competitors(
-    model: nn.Module, calibration: Tensor, batch: int, wanted: list[str], shares: list[float]
+    model: nn.Module, calibration: Tensor, batch: int, wanted: list[str], shares: list[float], every: int
 ) -> Iterator[tuple[str, float, Callable[[], nn.Module]]]:
     factors: dict[str, Factors] = {}
     if "plain SVD" in wanted:
-        factors["plain SVD"] = singular_vectors(model, None)
+        factors["plain SVD"] = singular_vectors(model, None, every)
     if "whitened SVD" in wanted:
-        factors["whitened SVD"] = singular_vectors(model, second_moments(model, calibration, batch))
+        factors["whitened SVD"] = singular_vectors(model, second_moments(model, calibration, batch, every), every)
     makers: dict[str, Callable[[float], nn.Module]] = {
         "plain SVD": lambda share: by_svd(model, share, factors["plain SVD"]),
         "whitened SVD": lambda share: by_svd(model, share, factors["whitened SVD"]),
-        "cpnorm": lambda share: by_cpnorm(model, share, calibration, batch, False),
-        "cpnorm, together": lambda share: by_cpnorm(model, share, calibration, batch, True),
+        "cpnorm": lambda share: by_cpnorm(model, share, calibration, batch, every, False),
+        "cpnorm, together": lambda share: by_cpnorm(model, share, calibration, batch, every, True),
     }
     for name in wanted:
         for share in shares:
@@ -218,6 +222,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1, help="windows at a time")
     parser.add_argument("--methods", nargs="+", default=["plain SVD", "whitened SVD", "cpnorm", "cpnorm, together"])
     parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES))
+    parser.add_argument("--every", type=int, default=1, help="cut the blocks 0, N, 2 N, ... only, to be quick")
     parser.add_argument("--no-record", action="store_true", help="print only")
     args: argparse.Namespace = timing.start(parser)
     if args.convert:
@@ -226,13 +231,13 @@ def main() -> None:
     model = load(args.model, args.device)
     test = windows(args.model, args.text / "wiki.test.raw", args.length, args.windows)
     calibration = windows(args.model, args.text / "valid.txt", args.length, args.calibration)
-    linear = sum(y.weight.numel() for y in linears(model).values())
+    linear = sum(y.weight.numel() for y in linears(model, args.every).values())
     dense = perplexity(model, test, args.batch)
     rows: list[dict[str, Any]] = []
     rows.append({"method": "dense", "removed": 0.0, "perplexity": dense, "parameters": count(model), "seconds": 0.0})
     print(json.dumps(rows[-1]), flush=True)
     speeds = []
-    for name, share, make in competitors(model, calibration, args.batch, args.methods, args.shares):
+    for name, share, make in competitors(model, calibration, args.batch, args.methods, args.shares, args.every):
         started = time.perf_counter()
         small = make()
         row = {"method": name, "removed": (count(model) - count(small)) / linear}

@@ -7,7 +7,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,12 +22,13 @@ from cpnorm.compress.shrink_report import DenseLayer, ShrinkReport, ShrunkLayer
 from cpnorm.compress.truncation import truncate
 from cpnorm.deploy.factorization import Factorization, choose_forms
 from cpnorm.deploy.timing import fastest
-from cpnorm.nn.convert import Skip, canonical_layers, canonical_norm, fold
+from cpnorm.nn.convert import Skip, canonical_layers, canonical_norm, fold, skipped
 from cpnorm.nn.coverage import dense_reasons, unpack_layers
 from cpnorm.nn.layers import count_parameters
 from cpnorm.nn.modes import flatten_modes
 from cpnorm.nn.planner import LAYERS
 from cpnorm.nn.running import evaluating, run, to_device_of
+from cpnorm.nn.siblings import split_siblings, stack_siblings
 from cpnorm.nn.training import renormalize
 from cpnorm.nn.work import count_work
 
@@ -66,6 +67,7 @@ def shrink(
     example_input: Any = None,
     samples: int = 512,
     skip: Skip = (),
+    together: bool = True,
     progress: Progress | None = None,
 ) -> Shrunk:
     """Make a small model of plain torch layers from a trained one, under exactly one budget; the given one stays.
@@ -87,6 +89,8 @@ def shrink(
         example_input: what FLOPs and milliseconds are counted for; the first sample of the data if None.
         samples: how many samples of the data to use at most.
         skip: layers to leave alone: names, patterns such as "features.*", or types.
+        together: let linear layers with the same input, such as query, key and value, share their input vectors, where
+            the budget is one of parameters or accuracy: fewer parameters for the same outputs, more arithmetic.
         progress: called with (what is being done, steps done, steps in all).
 
     >>> network = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -103,7 +107,8 @@ def shrink(
     example = first_sample(model, batches[0][0]) if example_input is None else example_input
     tell = progress or (lambda what, done, total: None)
     job = _Job(model, batches, example, metric, tell)
-    exact, dense = job.canonical_form(skip)
+    exact, dense = job.canonical_form(skip, together=together and budget in ("parameters", "accuracy_drop"))
+    shapes = {name: (layer.plain.__name__, layer.modes) for name, layer in canonical_layers(exact).items()}
     steps = ["exact canonical form"]
     cut = job.within(budget, amount, exact)
     steps.append(f"cut and fitted to the outputs on {job.samples:,} samples")
@@ -116,11 +121,11 @@ def shrink(
     cut.eval()
     tell("factorising", 0, 1)
     choice = job.forms(cut, budget)
-    small = choice.apply(cut).eval()
+    small = job.plain(choice, cut)
     verified = job.verify(small, cut)
     steps.append("factorised into plain layers, outputs verified")
     tell("measuring", 0, 1)
-    report = job.report(f"{budget}={amount:g}", small, cut, choice, dense, verified, steps, started)
+    report = job.report(f"{budget}={amount:g}", small, shapes, choice, dense, verified, steps, started)
     tell("done", 1, 1)
     return Shrunk(small, cut, report)
 
@@ -145,6 +150,7 @@ class _Job:
     example: Any
     metric: Metric | None
     tell: Progress
+    stacked: dict[str, tuple[str, ...]] = field(default_factory=dict)  # names of layers that are decomposed together
 
     @property
     def samples(self) -> int:
@@ -154,12 +160,13 @@ class _Job:
     def device(self) -> torch.device:
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
-    def canonical_form(self, skip: Skip) -> tuple[nn.Module, dict[str, str]]:
+    def canonical_form(self, skip: Skip, together: bool) -> tuple[nn.Module, dict[str, str]]:
         """Return the model's copy at exact ranks, and why layers stay dense, by name."""
         twin = copy.deepcopy(self.model).eval()
         reasons: dict[str, str] = {}
         if not canonical_layers(twin):
             unpack_layers(twin, self.example)
+            twin = self._with_siblings(twin, skip) if together else twin
             reasons = dense_reasons(twin, skip)
             try:
                 modes = {n: m for n, m in flatten_modes(twin, self.example).items() if n not in reasons}
@@ -177,6 +184,22 @@ class _Job:
         if not canonical_layers(twin):
             raise ValueError(f"no layer of {type(self.model).__name__} can be cut: {reasons}")
         return twin, reasons
+
+    def _with_siblings(self, twin: nn.Module, skip: Skip) -> nn.Module:
+        stacked = copy.deepcopy(twin)
+        found = stack_siblings(stacked, self.example, sorted(skipped(twin, skip) if skip else ()))
+        try:
+            _run(stacked, self.example)
+        except AttributeError:  # other code reads the weights of such layers
+            return twin
+        self.stacked.update(found)
+        return stacked
+
+    def plain(self, choice: Factorization, cut: nn.Module) -> nn.Module:
+        """Return the small model in these forms."""
+        small = choice.apply(cut).eval()
+        split_siblings(small)
+        return small
 
     def _told(self, what: str, name: str, done: int, total: int) -> None:
         self.tell(f"{what}: {name}" if name else what, done, total)
@@ -203,7 +226,7 @@ class _Job:
             last = attempt == ATTEMPTS - 1
             twin = exact if last else copy.deepcopy(exact)
             self.cut(twin, budget, target)
-            small = self.forms(twin, budget).apply(twin)
+            small = self.plain(self.forms(twin, budget), twin)
             got = count_parameters(small) if budget == "parameters" else flops_of(small, self.example)
             if got <= limit or last:
                 break
@@ -255,7 +278,7 @@ class _Job:
             except ValueError:  # fewer than one term in each layer
                 low = middle
                 continue
-            taken = self.milliseconds(self.forms(twin, "flops").apply(twin).eval())
+            taken = self.milliseconds(self.plain(self.forms(twin, "flops"), twin))
             least = min(least, taken)
             if taken <= limit:
                 low = share = middle
@@ -264,7 +287,7 @@ class _Job:
         for slack in (1.0, 0.9, 0.8) if share else ():  # the clock is noisy
             twin = copy.deepcopy(exact)
             self.cut(twin, "flops", math.ceil(slack * share * whole))
-            taken = self.milliseconds(self.forms(twin, "latency_ms").apply(twin).eval())
+            taken = self.milliseconds(self.plain(self.forms(twin, "latency_ms"), twin))
             least = min(least, taken)
             if taken <= limit:
                 return twin
@@ -330,7 +353,7 @@ class _Job:
         self,
         budget: str,
         small: nn.Module,
-        cut: nn.Module,
+        shapes: dict[str, tuple[str, tuple[int, ...]]],
         choice: Factorization,
         dense: dict[str, str],
         verified: float,
@@ -342,18 +365,16 @@ class _Job:
             error = relative_error((run(small, x), run(self.model, x)) for x, _ in self.batches)
         scores, metric = self._scores(small)
         before, after = self.milliseconds(self.model, small)
-        layers = tuple(
-            ShrunkLayer(
-                name,
-                layer.plain.__name__,
-                layer.modes,
-                layer.rank,
-                choice.layers[name].form,
-                math.prod(layer.modes) + (0 if layer.bias is None else layer.bias.numel()),  # type: ignore[operator]
-                count_parameters(small.get_submodule(name)),
+        layers = []
+        for name, (kind, shape) in shapes.items():
+            form, members = choice.layers.get(name), self.stacked.get(name, (name,))
+            module = nn.ModuleList(small.get_submodule(member) for member in members)  # what they share counts once
+            biases = sum(p.numel() for key, p in module.named_parameters() if key.endswith("bias"))
+            terms, called = (form.rank, form.form) if form is not None else (0, "dense")
+            title = ", ".join([members[0], *(member.rpartition(".")[2] for member in members[1:])])
+            layers.append(
+                ShrunkLayer(title, kind, shape, terms, called, math.prod(shape) + biases, count_parameters(module))
             )
-            for name, layer in canonical_layers(cut).items()
-        )
         modules = dict(small.named_modules())
         sizes = {n: sum(p.numel() for p in modules[n]._parameters.values() if p is not None) for n in dense}
         return ShrinkReport(
@@ -373,7 +394,7 @@ class _Job:
             metric_before=scores[0],
             metric_after=scores[1],
             verification_error=verified,
-            layers=layers,
+            layers=tuple(layers),
             dense=tuple(DenseLayer(name, sizes[name], reason) for name, reason in dense.items()),
             seconds=time.perf_counter() - started,
         )

@@ -19,8 +19,6 @@ from torch.fx import Graph, GraphModule
 from cpnorm.nn.convert import is_unmodified
 from cpnorm.nn.running import evaluating, run
 
-ROWS = "SiblingRows"
-
 
 def stack_siblings(model: nn.Module, example_input: Any, skip: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
     """Stack linear layers of one module that are fed the same tensor, in place; return their names by the new one's.
@@ -43,10 +41,9 @@ def stack_siblings(model: nn.Module, example_input: Any, skip: Sequence[str] = (
 def split_siblings(model: nn.Module) -> None:
     """Replace stacked layers and what they have become by plain layers of their own, in place; inputs stay shared."""
     for name, module in list(model.named_modules(remove_duplicate=False)):
-        rows = module._modules.get("rows")
-        if isinstance(module, nn.Sequential) and isinstance(rows, GraphModule) and type(rows).__name__ == ROWS:
-            start, stop = rows.meta["rows"]
-            stacked = module[0]
+        if isinstance(module, nn.Sequential) and list(module._modules) == ["stacked", "rows"]:
+            stacked, rows = module
+            start, stop = _limits(cast(GraphModule, rows))
             if isinstance(stacked, nn.Linear):
                 model.set_submodule(name, _rows_of(stacked, start, stop))
             elif isinstance(stacked, nn.Sequential) and isinstance(stacked[-1], nn.Linear):
@@ -108,9 +105,13 @@ def _part(stacked: tuple[nn.Linear, int, int]) -> nn.Sequential:
     x = graph.placeholder("x")
     index: Any = (..., slice(start, stop))
     graph.output(graph.call_function(operator.getitem, (x, index)))
-    rows = GraphModule({}, graph, ROWS)
-    rows.meta["rows"] = start, stop
-    return nn.Sequential(OrderedDict(stacked=whole, rows=rows)).train(whole.training)
+    return nn.Sequential(OrderedDict(stacked=whole, rows=GraphModule({}, graph))).train(whole.training)
+
+
+def _limits(rows: GraphModule) -> tuple[int, int]:
+    """Return the first row and the one after the last."""
+    node: Any = next(node for node in rows.graph.nodes if node.target is operator.getitem)
+    return node.args[1][1].start, node.args[1][1].stop
 
 
 def _rows_of(layer: nn.Linear, start: int, stop: int) -> nn.Linear:
