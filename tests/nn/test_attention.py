@@ -136,7 +136,7 @@ def test_an_encoder_is_shrunk_in_all_its_layers() -> None:
     model, x = encoder(), torch.randn(32, TARGETS, WIDTH)
     small = cpnorm.shrink(model, x, parameters=0.6)
     assert small.report.parameters_after <= 0.6 * small.report.parameters_before
-    assert len(small.report.layers) == 2 * 6
+    assert len(small.report.layers) == 2 * 4  # query, key and value together
     assert not small.report.dense
     assert {type(m).__name__ for m in small.model.modules()} >= {"TransformerEncoder", "Sequential"}
     with torch.inference_mode():

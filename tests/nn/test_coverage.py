@@ -109,4 +109,4 @@ def test_experts_stay_and_the_rest_is_shrunk() -> None:
     experts = [reason for name, reason in reasons.items() if name.endswith("experts")]
     assert len(experts) == 2
     assert all("by expert" in reason and "gate_up_proj 4×96×32" in reason for reason in experts)
-    assert any(layer.name.endswith("q_proj") for layer in small.report.layers)
+    assert any(layer.name.endswith("q_proj, k_proj, v_proj") for layer in small.report.layers)
