@@ -1,4 +1,4 @@
-"""What public functions take, and ask of it before they touch anything: one sentence if it is not so."""
+"""Validate the arguments of public functions: one-sentence errors, before anything is changed."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 
 def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a model is called with: a tuple is several arguments, a mapping several by name, all else is one."""
+    """Return positional and keyword arguments of a model: a tuple is several, a mapping several by name, else one."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
-    several = isinstance(inputs, tuple) and not hasattr(inputs, "_fields")  # a PackedSequence is one
+    several = isinstance(inputs, tuple) and not hasattr(inputs, "_fields")  # a PackedSequence is one argument
     return (inputs if several else (inputs,)), {}
 
 
 def check_type(value: Any, kind: type | tuple[type, ...], what: str) -> None:
-    """A TypeError that says what was expected, unless the value is one of the kind."""
+    """Raise a TypeError that names what was expected and what came, unless the value has this type."""
     if not isinstance(value, kind):
         got = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
         raise TypeError(f"expected {what}, got {got}")
 
 
 def check_model(model: Any) -> None:
-    """A module, not its class, its state dict or its name."""
+    """Raise a TypeError unless this is a module; its class, state dict or name is none."""
     check_type(model, nn.Module, "a torch.nn.Module")
 
 
 def check_generator(generator: Any) -> None:
-    """A generator or none."""
+    """Raise a TypeError unless this is a generator or None."""
     check_type(generator, (torch.Generator, type(None)), "a torch.Generator or None as generator")
 
 
 def check_int(name: str, value: Any, least: int = 1, where: str = "") -> int:
-    """A whole number from ``least`` on; a float without a fraction will do, a bool will not."""
+    """Return an integer of at least ``least``; a float without a fraction is converted, a bool raises."""
     try:
         number = int(value) if isinstance(value, float) and value.is_integer() else operator.index(value)
     except TypeError:
@@ -51,7 +51,7 @@ def check_int(name: str, value: Any, least: int = 1, where: str = "") -> int:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite real number, in Python's, numpy's or torch's form; a bool is none."""
+    """Return True for a finite real number of Python, numpy or torch; a bool is none."""
     if isinstance(value, Tensor) and value.ndim == 0:
         value = value.item()
     return not isinstance(value, bool | str | bytes) and hasattr(value, "__float__") and math.isfinite(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -127,3 +128,39 @@ def test_a_config_of_ones_own(tmp_path: Path) -> None:
     model.config = SimpleNamespace(inputs=8)
     with pytest.raises(TypeError, match="expected a mapping as config, or a model with one that has to_dict"):
         save_pretrained(model, tmp_path)
+
+
+def sam() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    vision = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+    vision |= {"output_channels": 16, "mlp_dim": 32, "global_attn_indexes": [1], "window_size": 2, "num_pos_feats": 8}
+    prompts = {"hidden_size": 16, "image_size": 32, "patch_size": 8, "image_embedding_size": 4}
+    decoder = {"hidden_size": 16, "mlp_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.SamConfig(
+        vision_config=vision,
+        prompt_encoder_config=prompts,
+        mask_decoder_config=decoder | {"iou_head_hidden_dim": 16},
+    )
+    point = torch.tensor([[[[5.0, 6.0]]]])
+    return transformers.SamModel(config), {"pixel_values": torch.randn(1, 3, 32, 32), "input_points": point}
+
+
+def wav2vec2() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    config = transformers.Wav2Vec2Config(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, conv_dim=[8, 8],
+        conv_stride=[4, 2], conv_kernel=[8, 3], num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+    )  # fmt: skip
+    return transformers.Wav2Vec2Model(config), {"input_values": torch.randn(1, 400)}
+
+
+@pytest.mark.filterwarnings("ignore:canonical_norm leaves layers dense")
+@pytest.mark.parametrize(("build", "dense"), [(sam, []), (wav2vec2, ["encoder.pos_conv_embed.conv"])])
+def test_models_with_odd_layers_are_converted_but_for_these(build: Callable, dense: list[str]) -> None:
+    torch.manual_seed(0)
+    model, inputs = build()
+    with torch.no_grad():
+        expected = model.eval()(**inputs)[0]
+        cpnorm.canonical_norm(model)
+        close(model(**inputs)[0], expected, 1e-4)
+    kinds = (nn.Linear, nn.modules.conv._ConvNd)
+    left = [n for n, m in model.named_modules() if isinstance(m, kinds) and not isinstance(m, cpnorm.CPLayer)]
+    assert left == dense

@@ -1,7 +1,7 @@
-"""Canonical models inside other people's frameworks: one small module each, which imports its framework and no other.
+"""Canonical models in other frameworks: one small module for each, which imports that framework only.
 
 ``lightning``, ``huggingface`` (Trainer, Conv1D), ``hub`` (folders of config.json and model.safetensors), ``fsdp``.
-Accelerate, DDP and plain loops need none: ``cpnorm.renormalize_after(optimizer, model)`` is all.
+Accelerate, DDP and plain loops need only ``cpnorm.renormalize_after(optimizer, model)``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cpnorm.nn.convert import canonical_layers
 
 
 def scalars(model: nn.Module) -> dict[str, float]:
-    """What is worth a curve of every canonical layer: rank, sigma, and the median and largest size of its lambdas."""
+    """Return numbers to log for every canonical layer: rank, sigma, and the median and largest absolute lambda."""
     numbers: dict[str, float] = {}
     for name, layer in canonical_layers(model).items():
         sizes = layer.lambdas.detach().abs()
@@ -33,7 +33,7 @@ def one_process(processes: int) -> None:
 
 
 def take_ranks(model: nn.Module, state: dict[str, Any], prefix: str = "", *_: Any) -> None:
-    """A checkpoint fits a model of its ranks, fewer or more than there are now."""
+    """Give the model the ranks of a state dict that is about to be loaded; use it as a load_state_dict pre-hook."""
     for name, layer in canonical_layers(model).items():
         start = f"{prefix}{name}." if name else prefix
         found = [state.get(f"{start}{own}") for own, p in layer.named_parameters() if p is not layer.bias]

@@ -1,4 +1,4 @@
-"""FSDP2: canonical models sharded over processes, trained with ``renormalize_after`` as anywhere else."""
+"""FSDP2: shard canonical models over processes; ``renormalize_after`` works on them as on any model."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def shard(model: Module, mesh: DeviceMesh, **options: Any) -> Module:
-    """``fully_shard`` every canonical layer, then the rest, in place; ``options`` are those of ``fully_shard``.
+    """Apply ``fully_shard`` to every canonical layer, then to the rest, in place, and return the model.
 
-    It cannot split a scalar. Every process keeps the sigmas, and their gradients are averaged here. The vectors are
-    split along their length, and the sums that ``renormalize`` takes over it are DTensor's to complete.
+    ``fully_shard`` cannot split a scalar, so every process keeps the sigmas, and hooks average their gradients. The
+    vectors are split along their length; DTensor completes the sums that ``renormalize`` takes over it.
+
+    Args:
+        model: a model with canonical layers.
+        mesh: the devices to shard over.
+        options: passed on to ``fully_shard``.
     """
     layers = canonical_layers(model)
     sigmas = {layer.sigma for layer in layers.values()}
     for name, layer in layers.items():
-        twins: list[nn.Module] = list(including_tied(model, {name: layer}).values())  # parameters have one owner
-        fully_shard(twins, mesh=mesh, ignored_params=sigmas, **options)
+        tied: list[nn.Module] = list(including_tied(model, {name: layer}).values())  # parameters have one owner
+        fully_shard(tied, mesh=mesh, ignored_params=sigmas, **options)
     fully_shard(model, mesh=mesh, ignored_params=sigmas, **options)
 
     def average(sigma: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Folders as the Hugging Face Hub has them: config.json for the architecture, model.safetensors for the weights."""
+"""Folders in the layout of the Hugging Face Hub: config.json (architecture) and model.safetensors (parameters)."""
 
 from __future__ import annotations
 
@@ -18,23 +18,28 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], config: Mapping[str, Any] | None = None) -> None:
-    """Write both files; ``config`` is the model's own if it has one, as those of transformers do.
+    """Write config.json and model.safetensors into a folder, which is created if needed.
 
-    The ranks stand in config.json for people to read; they are read back from the weights.
+    The ranks are listed in config.json for readers; ``from_pretrained`` takes them from the safetensors file.
+
+    Args:
+        model: a model with canonical layers.
+        folder: where to write.
+        config: a JSON mapping; by default the model's own ``config``, which models of transformers have.
     """
     own = config if config is not None else getattr(model, "config", None) or {}
     own = own.to_dict() if hasattr(own, "to_dict") else own
     check_type(own, Mapping, "a mapping as config, or a model with one that has to_dict()")
     settings = dict(own)
     settings["cpnorm"] = {"ranks": {name: layer.rank for name, layer in canonical_layers(model).items()}}
-    text = json.dumps(settings, indent=2, sort_keys=True) + "\n"  # first of all, since it may fail
+    text = json.dumps(settings, indent=2, sort_keys=True) + "\n"  # before anything is written, since it may fail
     Path(folder).mkdir(parents=True, exist_ok=True)
     save(model, Path(folder) / "model.safetensors")
     (Path(folder) / "config.json").write_text(text)
 
 
 def from_pretrained(folder: str | os.PathLike[str], build: Callable[[dict[str, Any]], Module]) -> Module:
-    """The model in a folder; ``build`` makes its plain architecture from the config.
+    """Return the model of a folder; ``build`` makes its plain architecture from the config.
 
     >>> import tempfile
     >>> from cpnorm import canonical_norm

@@ -1,4 +1,4 @@
-"""transformers: a Trainer callback, and linear layers in place of GPT-2's Conv1D."""
+"""transformers: a callback for the Trainer, and linear layers in the place of GPT-2's Conv1D."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from cpnorm.integrations import one_process, scalars, take_ranks
 
 
 class CanonicalCallback(TrainerCallback):
-    """``trainer.add_callback(CanonicalCallback(trainer))`` for a model with canonical layers.
+    """Train a model with canonical layers: ``trainer.add_callback(CanonicalCallback(trainer))``.
 
-    Unit vectors after every optimizer step; sigma and lambda to the trainer's log after every epoch. With ``steps`` and
-    a budget (``params=200_000``, ``rate=0.75``, ...) the model is truncated a step at the end of every epoch.
+    The callback renormalises after every optimizer step and logs sigma and lambda after every epoch. With ``steps`` and
+    a budget (``params=200_000``, ``rate=0.75``, ...) it also takes one step of ``GradualTruncation`` after every epoch.
     """
 
     def __init__(self, trainer: Trainer, *, steps: int | None = None, **budget: Any) -> None:
@@ -39,7 +39,7 @@ class CanonicalCallback(TrainerCallback):
 
 
 def linears_for_conv1d(model: nn.Module) -> nn.Module:
-    """Put an ``nn.Linear`` that computes the same in the place of every Conv1D of a GPT-2, in place."""
+    """Replace every Conv1D of a GPT-2 by an ``nn.Linear`` that computes the same, and return the model."""
     for name, conv in list(model.named_modules()):
         if isinstance(conv, Conv1D):
             linear = nn.Linear(conv.nx, conv.nf, device="meta")

@@ -1,4 +1,4 @@
-"""A Lightning callback: unit vectors after every optimizer step, curves of sigma and lambda, truncation on schedule."""
+"""Lightning: a callback that renormalises after every step, logs sigma and lambda, and truncates on a schedule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from cpnorm.nn.training import holds_terms
 
 
 class CanonicalCallback(Callback):
-    """With ``steps=3, every=2`` and a budget of ``GradualTruncation`` it truncates after epochs 2, 4 and 6."""
+    """Train a LightningModule with canonical layers: ``Trainer(callbacks=[CanonicalCallback()])``.
+
+    With ``steps=3, every=2`` and a budget of ``GradualTruncation`` it truncates after epochs 2, 4 and 6.
+    """
 
     def __init__(self, *, steps: int | None = None, every: int = 1, **budget: Any) -> None:
         self.steps, self.every, self.budget = steps, every, budget
@@ -22,7 +25,7 @@ class CanonicalCallback(Callback):
         self.loading: RemovableHandle | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self.loading is not None:  # of an earlier fit or stage
+        if self.loading is not None:  # set by an earlier fit or stage
             self.loading.remove()
         self.loading = pl_module.register_load_state_dict_pre_hook(take_ranks)
 

@@ -1,4 +1,4 @@
-"""Linear layers behind a flatten, whose inputs are feature maps: their weights have more modes than two."""
+"""Find linear layers after a flatten: their inputs are feature maps, and their weights have more than two modes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Shape = tuple[int, ...]
 
 
 def flatten_modes(model: nn.Module, example_input: Any) -> dict[str, Shape]:
-    """Modes for ``canonical_norm`` of every plain linear layer that is fed a flattened feature map.
+    """Return ``modes`` for ``canonical_norm``: those of every plain linear layer that is fed a flattened feature map.
 
-    A weight of 1024 x 4096 behind a map of 256 x 4 x 4 is really one of 1024 x 256 x 4 x 4, and a term of it costs
-    1,288 numbers instead of 5,120. The model runs once in eval mode, and is left as it was. Activations, dropout and
-    anything else with one input and an output of the same shape may stand between the flatten and the layer.
+    A weight of 1024 x 4096 after a map of 256 x 4 x 4 is also one of 1024 x 256 x 4 x 4, in which a term costs 1,288
+    numbers instead of 5,120. The model runs once in eval mode and stays unchanged. Activations, dropout and other
+    operations with one input and an output of the same shape may come between the flatten and the layer.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.ReLU(), nn.Linear(8 * 4 * 4, 10))
     >>> flatten_modes(model, torch.randn(1, 3, 6, 6))
@@ -42,12 +42,12 @@ def flatten_modes(model: nn.Module, example_input: Any) -> dict[str, Shape]:
 
 
 class _FlattenRecorder(TorchFunctionMode):
-    """Follows flattened feature maps through the model, and notes which weights they meet."""
+    """Follow flattened feature maps through the model, and record which weights they are multiplied with."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.maps: dict[int, tuple[Tensor, Shape]] = {}  # by id, with the tensor, so that the id is not given away
-        self.fed: dict[int, set[Shape]] = {}  # by id of the weight; () for an input that is no flattened map
+        self.maps: dict[int, tuple[Tensor, Shape]] = {}  # by id; the tensor is kept, so that its id is not reused
+        self.fed: dict[int, set[Shape]] = {}  # by id of the weight; () for other inputs
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,6 +1,6 @@
-"""How a layer meets its input: rebuild W and run the plain layer, or go through the factors and never build W.
+"""Choose how a layer meets its input: rebuild W and run the plain layer, or contract with the factors without W.
 
-Choosing (`plan`) is separate from doing (`through_*`), and the choice prints.
+Choosing (`plan`) is separate from doing (`through_*`), and the choice can be printed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
 CONV = (F.conv1d, F.conv2d, F.conv3d)
 CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
-# All four were chosen on sweeps of benchmarks/plan.py (CPU: seven, on two cores; GPU: one on an H200, without the last
-# of them); what its --fit finds moves somewhat from run to run. Arithmetic a machine does in the time it moves one byte
-# between layers:
+# All four constants were fitted to sweeps of benchmarks/plan.py (CPU: seven, on two cores; GPU: one on an H200, without
+# the last constant); what its --fit finds varies somewhat between runs. FLOPs done in the time that moving one byte
+# between layers takes:
 FLOPS_PER_BYTE = {"cpu": 16.0, "cuda": 4.0}
-# A convolution through the factors is one more call into the library; this much arithmetic is done in its time.
+# A convolution through the factors is one more call into the library, which takes the time of this many FLOPs.
 FLOPS_PER_CALL = {"cpu": 5e7, "cuda": 3e9}
-# Depthwise convolutions use no matrix unit: one of their operations costs as much as this many of a matrix product.
+# Depthwise convolutions use no matrix unit: one of their FLOPs costs as much as this many of a matrix product.
 DEPTHWISE_PENALTY = {"cpu": 1.0, "cuda": 32.0}
-# A product that sums over fewer terms than this takes no less time: its results have to be written.
+# A product that sums over fewer terms than this takes no less time, since its results have to be written.
 LEAST_TERMS = {"cpu": 32, "cuda": 1}
 
 
@@ -39,7 +39,7 @@ LEAST_TERMS = {"cpu": 32, "cuda": 1}
 
 
 def through_linear(x: Tensor, scales: Tensor, factors: Sequence[Tensor], outputs: int, bias: Tensor | None) -> Tensor:
-    """(..., I) -> (..., O) as two thin products; several modes may make up I, and several O."""
+    """Return x @ W.T + bias, (..., I) -> (..., O), as two thin products; both I and O may consist of several modes."""
     size, first_input = 1, 0
     while size < outputs:
         size *= factors[first_input].shape[0]
@@ -60,7 +60,10 @@ def through_conv(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """1x1 into the terms, one depthwise filter per term, 1x1 out; groups share the input vectors."""
+    """Convolve in three steps: 1x1 into the terms, one depthwise filter per term, 1x1 out.
+
+    Groups share the input vectors.
+    """
     out, into, *kernels = factors
     conv, ones, rank = CONV[len(kernels) - 1], (1,) * len(kernels), scales.shape[0]
     batch, channels = x.shape[:2]
@@ -83,7 +86,7 @@ def through_conv_transpose(
     groups: int,
     dilation: Sequence[int],
 ) -> Tensor:
-    """The same three steps for a transposed convolution, whose input mode comes first; groups share the outputs."""
+    """Run the same three steps for a transposed convolution, whose input mode comes first; groups share the outputs."""
     into, out, *kernels = factors
     dims, ones, rank = len(kernels) - 1, (1,) * len(kernels), scales.shape[0]
     batch, channels = x.shape[:2]
@@ -102,7 +105,7 @@ def through_conv_transpose(
 
 @dataclass(frozen=True)
 class Cost:
-    """Arithmetic and memory traffic of one pass over one batch, and their weighted sum in matrix-product FLOPs."""
+    """Hold FLOPs and memory traffic of one pass over one batch, and their weighted sum in matrix-product FLOPs."""
 
     flops: int
     bytes: int
@@ -111,7 +114,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Plan:
-    """The path chosen for a layer at an input size, with what each path would cost."""
+    """Hold the path chosen for a layer at an input size, and the cost of both paths."""
 
     path: Path
     rebuild: Cost
@@ -135,7 +138,7 @@ def plan(
     device: str | torch.device = "cpu",
     itemsize: int = 4,
 ) -> Plan:
-    """Rebuild W or contract through the factors: what is cheaper for this layer, rank and input size.
+    """Return the cheaper path for this layer, rank and input size: rebuild W, or contract through the factors.
 
     >>> print(plan(nn.Linear(4096, 1024), (64, 4096), rank=1024))
        rebuild     9126.81 MFLOP    76.81 MB
@@ -167,11 +170,11 @@ def plan(
     products = math.prod([weight[m] for m in left]) + math.prod([weight[m] for m in right])
     activations = positions * inputs + positions_out * outputs
     kind = device if isinstance(device, str) and device in FLOPS_PER_BYTE else torch.device(device).type
-    kind = kind if kind == "cpu" else "cuda"  # other accelerators are taken for a GPU
+    kind = kind if kind == "cpu" else "cuda"  # any other accelerator is treated as a GPU
     per_byte, per_call, penalty = FLOPS_PER_BYTE[kind], FLOPS_PER_CALL[kind], DEPTHWISE_PENALTY[kind]
 
     def cost(matrices: list[tuple[int, int]], depthwise: int, numbers: int, calls: int = 0) -> Cost:
-        """Of products of matrices, as numbers of results and of terms summed for each, and the rest."""
+        """Return the cost of matrix products, given as (results, terms summed for each), and the rest."""
         moved = passes * itemsize * numbers
         flops = sum(2 * results * terms for results, terms in matrices)
         spent = sum(2 * results * max(terms, LEAST_TERMS[kind]) for results, terms in matrices)
@@ -179,14 +182,14 @@ def plan(
         return Cost(passes * (flops + depthwise), moved, total)
 
     into = inputs // groups
-    dense = into if transposed or not kernel else into * kernel  # terms of each result of the plain layer
+    dense = into if transposed or not kernel else into * kernel  # terms summed for each result of the plain layer
     rebuild = cost(
         [(size, rank), (dense_positions * size // dense, dense)],
         0,
         2 * rank * products + 2 * size + activations,
     )
     thin = [(positions * groups * rank, into), (positions_out * outputs, rank)]
-    if kernel:  # the input's 1x1 runs at the input's size for a convolution, and the output's at the output's
+    if kernel:  # the first 1x1 runs at the size of the input, the last at that of the output
         depthwise = 2 * dense_positions * groups * rank * kernel
         numbers = 2 * groups * rank * (positions + positions_out) + activations + rank * sum(weight)
         factors = cost(thin, depthwise, numbers, calls=1)
@@ -196,7 +199,7 @@ def plan(
 
 
 def weight_shape(layer: nn.Module) -> tuple[int, ...]:
-    """Of the layer's weight, read from its settings."""
+    """Return the shape of the layer's weight, read from its settings."""
     if isinstance(layer, nn.Linear):
         return layer.out_features, layer.in_features
     assert isinstance(layer, nn.modules.conv._ConvNd)
@@ -207,7 +210,7 @@ def weight_shape(layer: nn.Module) -> tuple[int, ...]:
 
 
 def output_space(layer: nn.modules.conv._ConvNd, space: Sequence[int]) -> list[int]:
-    """Height, width, ... after the layer."""
+    """Return height, width, ... of the layer's output."""
     if isinstance(layer.padding, str):
         same = layer.padding == "same"
         total = [d * (k - 1) if same else 0 for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
@@ -224,7 +227,7 @@ def output_space(layer: nn.modules.conv._ConvNd, space: Sequence[int]) -> list[i
 
 
 def linear_modes(layer: nn.Linear) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The modes that make up the outputs, and those that make up the inputs."""
+    """Return the modes that make up the outputs, and those that make up the inputs."""
     modes: tuple[int, ...] = layer.modes  # type: ignore[assignment]
     count = next(n for n in range(1, len(modes)) if math.prod(modes[:n]) == layer.out_features)
     return modes[:count], modes[count:]

@@ -1,4 +1,4 @@
-"""Low rank from the start: ranks for a network that is yet to be trained, from a budget of weights."""
+"""Choose ranks for a network that is to be trained at low rank from the start, from a budget of parameters."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from cpnorm.nn.layers import count_parameters
 def ranks_for_budget(
     model: nn.Module, *, params: int, modes: Mapping[str, Sequence[int]] | None = None, skip: Skip = ()
 ) -> dict[str, int]:
-    """Ranks with which ``canonical_norm`` gives a plain model at most ``params`` parameters, biases and all.
+    """Return ranks with which ``canonical_norm`` gives a plain model at most ``params`` parameters, biases included.
 
-    Found greedily, with about the least sum of 1 / rank over the layers: whatever its size, a layer is a bottleneck as
-    narrow as its rank, and one term more is worth less the more there are. So ranks go with
-    1 / sqrt(weights of a term), between one term and the exact rank, where a weight can be anything.
+    A greedy search makes the sum of 1 / rank over the layers about as small as it can be: whatever its size, a layer is
+    a bottleneck as narrow as its rank, and each further term is worth less. Ranks are therefore about proportional to
+    1 / sqrt(parameters of a term), between one and the exact rank.
 
     Args:
-        model: with plain layers.
-        params: parameters the whole canonical model may have.
+        model: a model with plain layers.
+        params: the most parameters that the whole canonical model may have.
         modes: as for ``canonical_norm``.
         skip: as for ``canonical_norm``.
 
@@ -39,7 +39,7 @@ def ranks_for_budget(
     layers = convertible_layers(model, skip)
     modes = spread_over_tied("modes", modes or {}, layers, "convert")
     shapes = {name: modes_of(name, layer, modes) for name, layer in layers.items()}
-    names: dict[int, str] = {}  # by the id of the weight: of layers that share one, the first decides
+    names: dict[int, str] = {}  # by the id of the weight: the first of tied layers decides
     for name, layer in layers.items():
         names.setdefault(id(layer.weight), name)
     ranks = dict.fromkeys(names.values(), 1)
@@ -48,7 +48,7 @@ def ranks_for_budget(
     if left < 0:
         raise ValueError(f"expected params >= {params - left:,}, which give every layer one term, got {params:,}")
 
-    def gain(name: str) -> float:  # of one more term, for each of its weights
+    def gain(name: str) -> float:  # of one more term, for each of its parameters
         return (1 / ranks[name] - 1 / (ranks[name] + 1)) / cost[name]
 
     queue = [(-gain(name), name) for name in ranks]

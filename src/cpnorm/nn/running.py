@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cpnorm._checks import as_arguments
 from cpnorm.nn.planner import LAYERS
 
-Instead = Mapping[Tensor, Tensor]  # of a parameter, for one run
+Instead = Mapping[Tensor, Tensor]  # the tensor that takes the place of a parameter during one run
 
 
 Seen = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
@@ -22,7 +22,7 @@ Seen = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside, every module's own training flag again afterwards."""
+    """Put the model into eval mode inside the block, and restore every module's own training flag afterwards."""
     flags = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -33,16 +33,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def run(model: nn.Module, inputs: Any, instead: Instead | None = None) -> Any:
-    """The model's output, with other tensors instead of some parameters; a tuple or mapping is several arguments."""
+    """Return the model's output, with other tensors in the place of some parameters.
+
+    A tuple of inputs is several arguments, a mapping several by name.
+    """
     if isinstance(inputs, list) and not _takes_one(model):
-        inputs = tuple(inputs)  # what torch's DataLoader makes of a tuple
+        inputs = tuple(inputs)  # torch's DataLoader turns a tuple into a list
     args, kwargs = as_arguments(inputs)
     arguments, by_name = (
         tuple(to_device_of(model, x) for x in args),
         {key: to_device_of(model, x) for key, x in kwargs.items()},
     )
-    # By the places of the parameters in modules, each visited once: torch's own tie_weights=True puts tensors into
-    # submodules that others share, and forgets to take them out again.
+    # By the place of each parameter in the modules: torch's own tie_weights=True puts tensors into submodules that
+    # others share, and does not take them out again.
     places = {
         f"{name}.{key}".lstrip("."): instead[parameter]
         for name, module in (model.named_modules() if instead else ())
@@ -56,14 +59,14 @@ def run(model: nn.Module, inputs: Any, instead: Instead | None = None) -> Any:
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Inside, compiled models run as written: what was compiled before a hook was added does not call it."""
-    if "torch._dynamo" not in sys.modules:  # nothing has been compiled, and importing it takes seconds
+    """Run compiled models eagerly inside the block: code compiled before a hook was added does not call the hook."""
+    if "torch._dynamo" not in sys.modules:  # nothing has been compiled; the import takes seconds
         return nullcontext()
     return cast(AbstractContextManager[Any], torch.compiler.set_stance("force_eager"))
 
 
 def _takes_one(model: nn.Module) -> bool:
-    """Whether the model can be called with a single argument."""
+    """Return True if the model can be called with a single argument."""
     try:
         inspect.signature(model.forward).bind(None)
     except TypeError:
@@ -74,17 +77,17 @@ def _takes_one(model: nn.Module) -> bool:
 
 
 def to_device_of(model: nn.Module, value: Any) -> Any:
-    """On the model's device, if it is a tensor."""
+    """Return a tensor on the model's device, and any other value as it is."""
     device = next((p.device for p in model.parameters()), None)
     return value.to(device) if isinstance(value, Tensor) else value
 
 
 @torch.no_grad()
 def watch(model: nn.Module, inputs: Any, seen: Seen, instead: Instead | None = None) -> None:
-    """Run the model once, and show ``seen`` each linear or convolutional layer with what it was called with."""
+    """Run the model once in eval mode, and call ``seen`` with each linear or convolutional layer and its arguments."""
 
     def after(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
-        seen(layer, args, kwargs)  # after the layer has had its own say about an input that does not fit
+        seen(layer, args, kwargs)  # after the forward pass, which raises for an input that does not fit
 
     layers = [module for module in model.modules() if isinstance(module, LAYERS)]
     handles = [layer.register_forward_hook(after, with_kwargs=True) for layer in layers]

@@ -14,19 +14,19 @@ from cpnorm.nn.running import watch
 
 @dataclass(frozen=True)
 class Work:
-    """What one example input asks of a layer, over all its calls."""
+    """Hold the FLOPs of a layer on one example input, summed over its calls."""
 
-    shapes: tuple[tuple[int, ...], ...] = ()  # of its inputs
+    shapes: tuple[tuple[int, ...], ...] = ()  # of its inputs, one per call
     dense: int = 0  # FLOPs with a dense weight
     per_term: int = 0  # FLOPs of each term through the factors
 
     def at(self, rank: int) -> int:
-        """FLOPs of the cheaper way."""
+        """Return the FLOPs at this rank: dense or through the factors, whichever is less."""
         return min(self.dense, rank * self.per_term)
 
 
 def count_work(model: nn.Module, example_input: Any) -> dict[int, Work]:
-    """For every linear and convolutional layer that runs, by its ``identity``."""
+    """Return the work of every linear and convolutional layer that runs, by its ``tie_key``."""
     work: dict[int, Work] = {}
 
     def seen(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
