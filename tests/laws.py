@@ -118,13 +118,18 @@ def law_paths_agree(case: Case) -> None:
         return _dense(case, layer, outer_products(layer.sigma * layer.lambdas, units))(x)
 
     expected = run(oracle)
-    for path, trusting in product(PATHS, (False, True)):
-        layer.path, layer.columns_are_unit = path, trusting
+    for path, trusting, prebuilt in product(PATHS, (False, True), (False, True)):
+        layer.path = path
+        network = cpnorm.NetworkWeights(layer)
+        network.enabled = prebuilt
+        if trusting:
+            network.trust_columns()
         for got, want in zip(run(lambda: layer(x)), expected, strict=True):
             if want.norm() < 1e-12:  # the gradient of a vector of length one, which renormalisation cancels
                 assert got.norm() < 1e-12
             else:
                 close(got, want, 1e-10)
+        network.remove()
 
 
 def law_renormalize(case: Case) -> None:

@@ -15,7 +15,8 @@ from cpnorm.nn.layers import (
     CPLinear,
 )
 from cpnorm.nn.convert import canonical_layers, canonical_norm, fold
-from cpnorm.nn.training import equal_angles, lambda_penalty, renormalize, renormalize_after, renormalize_terms
+from cpnorm.nn.prebuilt import NetworkWeights, renormalize_terms
+from cpnorm.nn.training import equal_angles, lambda_penalty, renormalize, renormalize_after
 from cpnorm.nn.modes import flatten_modes
 from cpnorm.nn.ranks import ranks_for_budget
 from cpnorm.compress.truncation import truncate
@@ -53,6 +54,7 @@ __all__ = [
     "renormalize",
     "renormalize_after",
     "renormalize_terms",
+    "NetworkWeights",
     "fold",
     "equal_angles",
     "flatten_modes",

@@ -212,7 +212,8 @@ def test_grouped_layers_whose_columns_are_known_to_be_unit() -> None:
     found = []
     for unit in (False, True):
         layer = copy.deepcopy(whole)
-        layer.columns_are_unit = unit
+        if unit:
+            cpnorm.NetworkWeights(layer).trust_columns()
         cpnorm.truncate(layer, rate=0.5, refit="outputs", data=[(x, x)])
         found.append(layer(x).detach())
     close(found[1], found[0], 1e-4)

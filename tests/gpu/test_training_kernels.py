@@ -121,7 +121,7 @@ def precision(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS.keys())
 def test_steps_as_torch_takes_them(layers: list[Shape], optimizer: str, precision: str) -> None:
-    from cpnorm.gpu.train_step import TrainedTerms
+    from cpnorm.gpu.train_step import FusedTrainStep
 
     if precision != "fp32" and optimizer in ("rmsprop", "adam", "adamw"):
         pytest.skip("rounding turns the sign of many a small gradient, which these follow")
@@ -136,7 +136,7 @@ def test_steps_as_torch_takes_them(layers: list[Shape], optimizer: str, precisio
     followed, right = ours(groups(terms, rate)), torchs(groups(exact, rate))
     rule = prebuilt.optimizer_rule(followed)
     assert rule is not None
-    trained = TrainedTerms(terms, dtype, rule)
+    trained = FusedTrainStep(terms, dtype, rule)
     trained.multiply()
     for _ in range(2):
         old = [[term.detach().clone() for term in of_layer] for of_layer in terms]
@@ -182,13 +182,13 @@ def test_steps_as_torch_takes_them(layers: list[Shape], optimizer: str, precisio
 
 def test_vectors_that_die() -> None:
     """Become arbitrary unit vectors, and their lambda 0."""
-    from cpnorm.gpu.train_step import TrainedTerms
+    from cpnorm.gpu.train_step import FusedTrainStep
 
     terms = [terms_of(9, 5, (3, 3), 7), terms_of(4, 30, (), 6)]
     optimizer = torch.optim.SGD(groups(terms[:1], 1.0) + groups(terms[1:], 1.0), weight_decay=1.0)
     rule = prebuilt.optimizer_rule(optimizer)
     assert rule is not None
-    trained = TrainedTerms(terms, torch.float32, rule)
+    trained = FusedTrainStep(terms, torch.float32, rule)
     trained.multiply()
     trained.train([(torch.zeros_like(left), torch.zeros_like(right)) for left, right in trained.sides])
     for _, lambdas, *factors in terms:
@@ -200,14 +200,14 @@ def test_vectors_that_die() -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
 def test_columns_stay_unit(optimizer: str) -> None:
     """Also where steps are longer than the vectors."""
-    from cpnorm.gpu.train_step import TrainedTerms
+    from cpnorm.gpu.train_step import FusedTrainStep
 
     torch.manual_seed(0)
     terms = [terms_of(9, 5, (3, 3), 7), terms_of(4, 30, (), 6)]
     followed = OPTIMIZERS[optimizer][0](groups(terms, 0.1))
     rule = prebuilt.optimizer_rule(followed)
     assert rule is not None
-    trained = TrainedTerms(terms, torch.float32, rule)
+    trained = FusedTrainStep(terms, torch.float32, rule)
     trained.multiply()
     for _ in range(20):
         sides = [tuple(torch.randn_like(side) for side in both) for both in trained.sides]
@@ -221,14 +221,14 @@ def test_columns_stay_unit(optimizer: str) -> None:
 
 def test_only_aligned_terms() -> None:
     """Numbers are read four at a time."""
-    from cpnorm.gpu.train_step import TrainedTerms
+    from cpnorm.gpu.train_step import FusedTrainStep
 
     terms = terms_of(4, 30, (), 8)
     rule = prebuilt.optimizer_rule(torch.optim.SGD(groups([terms], 0.1)))
     assert rule is not None
     terms[2] = nn.Parameter(torch.zeros(33, device=DEVICE)[1:].view(4, 8))
     with pytest.raises(ValueError, match="16 bytes"):
-        TrainedTerms([terms], torch.float32, rule)
+        FusedTrainStep([terms], torch.float32, rule)
 
 
 def test_optimizers_that_no_kernel_knows() -> None:
@@ -247,10 +247,11 @@ def network() -> nn.Module:
     convolutions = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 6, 3, stride=2), nn.Flatten()]
     model = nn.Sequential(*convolutions, nn.Linear(6 * 3 * 3, 12), nn.ReLU(), nn.Linear(12, 10))
     cpnorm.canonical_norm(model, rank=7, init="kaiming_normal", generator=torch.Generator().manual_seed(0))
-    for layer in cpnorm.canonical_layers(model).values():
-        cpnorm.renormalize(layer)
-        layer.columns_are_unit = True
-    return model.to(DEVICE)
+    cpnorm.renormalize(model).to(DEVICE)
+    weights = cpnorm.NetworkWeights(model)
+    weights.trust_columns()
+    weights.enabled = False
+    return model
 
 
 @pytest.mark.parametrize("linear", ["factors", "rebuild"])
@@ -278,7 +279,7 @@ def test_a_network_trains_as_without_kernels(optimizer: str, linear: str, monkey
         with_kernels(images).square().sum().backward()
         weights.backward()
         weights.release()
-        assert all(layer.ahead is None for layer in layers)
+        assert all(layer.prebuilt is None for layer in layers)
         followed.step()
         without(images).square().sum().backward()
         plain.step()

@@ -64,7 +64,7 @@ def term_responses(layer: CPLayer, *args: Any, **kwargs: Any) -> Iterator[Tensor
     twin.sigma = nn.Parameter(layer.sigma.new_tensor(math.sqrt(copies)))  # the layer divides by the columns' norms
     twin.lambdas = nn.Parameter(torch.ones_like(layer.lambdas))
     twin.factors = nn.ParameterList(factors)
-    twin.path, twin.bias, twin.columns_are_unit = "factors", None, False
+    twin.path, twin.bias, twin.renormalizer = "factors", None, None
     batched = 1 + len(getattr(layer, "kernel_size", ()))  # with fewer dimensions there is no batch to divide
     if kwargs or len(args) != 1 or args[0].ndim <= batched or not args[0].numel():
         yield by_position(layer, twin.forward(*args, **kwargs))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -52,19 +53,20 @@ class Rule:
     beta2: float | None = None  # how much of the mean of their squares stays; None: there is none
     eps: float = 0.0
     corrected: bool = False  # the means start from 0, and the rule makes up for it
+    gradients_only: bool = False  # no step: the first of the slots takes the gradient
 
 
-class TrainedTerms:
-    """The terms of several layers with unit columns: the two sides of their weights, and steps of an optimizer.
+class FusedTerms:
+    """The terms of several layers with unit columns, and the two sides of their weights, as the kernels want them.
 
     For each layer sigma (), lambdas (R,), a (O, R), b (I, R) and, for a 2-d convolution, k1 and k2; all float32 and
-    contiguous on one GPU, and to stay where they are. W = left @ right.mT, see above; both are of type ``dtype``.
+    contiguous on one GPU, and to stay where they are. W = left @ right.mT; both are of type ``dtype``.
     """
 
-    def __init__(self, layers: Sequence[Sequence[Tensor]], dtype: torch.dtype, rule: Rule) -> None:
+    def __init__(self, layers: Sequence[Sequence[Tensor]], dtype: torch.dtype, rule: Rule, kind: Any = None) -> None:
         _expect_plain([term for layer in layers for term in layer])
         self.layers, self.dtype, self.rule = layers, dtype, rule
-        self._kind = tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
+        self._kind = kind or (tl.bfloat16 if dtype == torch.bfloat16 else tl.float32)
         self.device = layers[0][0].device
         self.sides: list[tuple[Tensor, Tensor]] = []
         self._kept: list[Tensor] = []  # what the table points to
@@ -110,7 +112,10 @@ class TrainedTerms:
             blocks = triton.cdiv(len(big), BLOCK[0])
             entry += [side.data_ptr(), len(big), *steps_in_side, n]
             entry += self._scratch([blocks * n * width, blocks * width, width])
-        return entry
+        return entry + self._gradient_addresses(left, right)
+
+    def _gradient_addresses(self, left: Tensor, right: Tensor) -> list[int]:
+        return [0, 0]  # gradients of the sides are handed over at each step
 
     def _scratch(self, sizes: list[int]) -> list[int]:
         room = torch.zeros(sum(sizes), device=self.device)
@@ -120,7 +125,7 @@ class TrainedTerms:
     def _addresses(self, parameter: Tensor) -> list[int]:
         first, second, rate, steps = self.rule.slots(parameter)
         found = [tensor for tensor in (first, second, rate, steps) if tensor is not None]
-        _expect_plain(found)
+        _expect_plain(found[1:] if self.rule.gradients_only else found)
         self._kept += found
         self._steps += [] if steps is None else [steps]
         return [0 if tensor is None else tensor.data_ptr() for tensor in (parameter, first, second, rate)]
@@ -145,6 +150,10 @@ class TrainedTerms:
         training_kernels.renew[len(self._renewed),](
             self._table, self._renewed, self._kind, normalize, *shape, num_warps=warps
         )
+
+
+class FusedTrainStep(FusedTerms):
+    """Steps of an optimizer on ``FusedTerms``, renormalisation included."""
 
     def weight(self, index: int) -> Tensor:
         """W (O, I, k1, k2), channels last, or (O, I), from ``sides``."""
@@ -175,7 +184,7 @@ class TrainedTerms:
         beta2 = 0.0 if rule.beta2 is None else rule.beta2
         numbers = (rule.decay, rule.beta1, rule.rest1, beta2, 1 - beta2, rule.eps)
         logs = tuple(math.log2(beta) if beta else 0.0 for beta in (rule.beta1, beta2))
-        kind = (rule.beta1 > 0, rule.beta2 is not None, rule.decoupled, rule.corrected)
+        kind = (rule.beta1 > 0, rule.beta2 is not None, rule.decoupled, rule.corrected, False)
         tiny = torch.finfo(torch.float32).tiny
         if self._steps:
             torch._foreach_add_(self._steps, 1.0)
@@ -186,14 +195,16 @@ class TrainedTerms:
         rows, columns, warps = BLOCK
         for n, programs in self._totals.items():
             ds = gradients(self._summed[n])
-            training_kernels.totals[len(programs),](self._table, programs, ds, n, rows, columns, num_warps=warps)
+            training_kernels.totals[len(programs),](
+                self._table, programs, ds, self._kind, n, rows, columns, num_warps=warps
+            )
         grid, of_terms = (len(self._terms),), (self._table, self._terms)
         rest = (numbers, logs, tiny, kind, self._padded, rows, TERMS)
         training_kernels.radials[grid](*of_terms, self._padded, rows, TERMS)
         for n, programs in self._moves.items():
             ds = gradients(self._groups[n])
             training_kernels.move[len(programs),](
-                self._table, programs, ds, numbers, logs, kind, n, rows, columns, num_warps=warps
+                self._table, programs, ds, numbers, logs, kind, self._kind, n, rows, columns, num_warps=warps
             )
         training_kernels.finish[grid](*of_terms, *rest)
         self._renew(normalize=True)

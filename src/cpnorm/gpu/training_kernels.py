@@ -70,6 +70,28 @@ def renormalize(  # type: ignore[no-untyped-def]
         _renormalize_columns(factor, lambdas, size, rank, first, tiny, tall_columns, tall_rows)
 
 
+# --- gradients of weights ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def gather(sources, programs, dtype: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copy gradients of weights (O, I, k1, k2), which lie anywhere, into matrices (O * k1, k2 * I)."""
+    # A program: its source, the matrix, first row and column, rows of the matrix, k1, I, used columns, all columns.
+    program = programs + tl.program_id(0) * 9
+    source = sources + tl.load(program) * 5  # an address, and the strides of O, I, k1 and k2
+    place = tl.load(source).to(tl.pointer_type(dtype))
+    matrix = tl.load(program + 1).to(tl.pointer_type(dtype))
+    row = tl.load(program + 2) + tl.arange(0, rows)
+    column = tl.load(program + 3) + tl.arange(0, columns)
+    height, n1, inputs = tl.load(program + 4), tl.load(program + 5), tl.load(program + 6)
+    used, width = tl.load(program + 7), tl.load(program + 8)
+    of_rows = (row // n1) * tl.load(source + 1) + (row % n1) * tl.load(source + 3)
+    of_columns = (column % inputs) * tl.load(source + 2) + (column // inputs) * tl.load(source + 4)
+    inside = (row < height)[:, None] & (column < used)[None, :]
+    x = tl.load(place + of_rows[:, None] + of_columns[None, :], mask=inside, other=0.0)
+    tl.store(matrix + row[:, None] * width + column[None, :], x, mask=inside)
+
+
 # --- weights and steps ------------------------------------------------------------------------------------------------
 
 # A layer is W = left @ right.mT of two Khatri-Rao products: left (O * k1, R) of its factors a (O, R) and k1, scaled,
@@ -85,6 +107,7 @@ def renormalize(  # type: ignore[no-untyped-def]
 #   32  left: its address, rows of a, steps in left from row to row of a and of k1, rows of k1; of each term: sums over
 #       the rows of a, by blocks of rows: of d left * a, and those of a * a; 1 / |a|
 #   40  right: the same of b and k2
+#   48  the addresses of the gradients of left and right, where they stay in one place
 #
 # A step of the optimizer goes through a and b three times, block by block, since twice something has to be summed over
 # a whole column first; between, kernels that see a term as a whole do what is left:
@@ -96,7 +119,7 @@ def renormalize(  # type: ignore[no-untyped-def]
 #   renew    unit columns, and left and right for the next step
 STEPS, RANK, WIDTH, CONVOLUTION = (tl.constexpr(n) for n in range(24, 28))
 PARTS, RADIAL, SCALES, BY_SCALE = (tl.constexpr(n) for n in range(28, 32))
-LAMBDAS, A, K1, SIGMA, LEFT, RIGHT, FIELDS = (tl.constexpr(n) for n in (0, 4, 12, 20, 32, 40, 48))
+LAMBDAS, A, K1, SIGMA, LEFT, RIGHT, GRADIENTS, FIELDS = (tl.constexpr(n) for n in (0, 4, 12, 20, 32, 40, 48, 50))
 
 # Rows and columns of a factor that one program holds, and its warps.
 BLOCK = (32, 64, 4)  # of totals and move: sums are kept by blocks of as many rows
@@ -115,8 +138,11 @@ def _number(place, multiple: tl.constexpr = 1):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _factor(parameter):  # type: ignore[no-untyped-def]
-    return _floats(parameter), _floats(parameter + 1), _floats(parameter + 2), tl.load(_floats(parameter + 3))
+def _factor(parameter, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+    first = tl.load(parameter + 1).to(tl.pointer_type(tl.float32))
+    if not kind[4]:  # gradients lie one after the other, wherever that is; states of an optimizer at round addresses
+        first = tl.multiple_of(first, 16)
+    return _floats(parameter), first, _floats(parameter + 2), tl.load(_floats(parameter + 3))
 
 
 @triton.jit
@@ -140,11 +166,15 @@ def _part(d, sides, j, row, column, width):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _chosen(ds, which):  # type: ignore[no-untyped-def]
-    d = ds[0]
-    for i in tl.static_range(1, len(ds)):
-        if which == i:
-            d = ds[i]
+def _chosen(ds, which, entry, is_right, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    # The gradient of left or right: one of the arguments, or where the table says.
+    if len(ds) == 0:
+        d = tl.multiple_of(tl.load(entry + GRADIENTS + is_right).to(tl.pointer_type(dtype)), 16)
+    else:
+        d = ds[0]
+        for i in tl.static_range(1, len(ds)):
+            if which == i:
+                d = ds[i]
     return d
 
 
@@ -167,10 +197,12 @@ def _totals_of(d, big, sums, sides, row, column, rank, width, count: tl.constexp
 
 
 @triton.jit
-def totals(table, programs, ds, count: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
+def totals(  # type: ignore[no-untyped-def]
+    table, programs, ds, dtype: tl.constexpr, count: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr
+):
     """Sums of d left * a and of d right * b."""
     entry, is_right, which, first, start = _program(table, programs)
-    d, side = _chosen(ds, which), entry + LEFT + is_right * (RIGHT - LEFT)
+    d, side = _chosen(ds, which, entry, is_right, dtype), entry + LEFT + is_right * (RIGHT - LEFT)
     sides, big = _side(side), _floats(entry + A + is_right * 4)
     row, column = first + tl.arange(0, rows), start + tl.arange(0, columns)
     rank, width = _number(entry + RANK), _number(entry + WIDTH)
@@ -224,20 +256,24 @@ def radials(table, programs, padded: tl.constexpr, block: tl.constexpr, columns:
 
 @triton.jit
 def _moved(p, g, first, second, rate, place, there, numbers, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-    decay, beta1, rest1, beta2, rest2, eps, correction1, correction2 = numbers
-    if kind[2]:  # decoupled weight decay
-        p = p - rate * decay * p
+    if kind[4]:  # the gradient is all that is asked for
+        tl.store(first + place, g, mask=there)
     else:
-        g = g + decay * p
-    move = g
-    if kind[0]:  # keeps a mean of gradients
-        move = beta1 * tl.load(first + place, mask=there, other=0.0) + rest1 * g
-        tl.store(first + place, move, mask=there)
-    if kind[1]:  # and of their squares
-        square = beta2 * tl.load(second + place, mask=there, other=0.0) + rest2 * g * g
-        tl.store(second + place, square, mask=there)
-        move = (move / correction1) / (tl.sqrt(square) / correction2 + eps)
-    return p - rate * move
+        decay, beta1, rest1, beta2, rest2, eps, correction1, correction2 = numbers
+        if kind[2]:  # decoupled weight decay
+            p = p - rate * decay * p
+        else:
+            g = g + decay * p
+        move = g
+        if kind[0]:  # keeps a mean of gradients
+            move = beta1 * tl.load(first + place, mask=there, other=0.0) + rest1 * g
+            tl.store(first + place, move, mask=there)
+        if kind[1]:  # and of their squares
+            square = beta2 * tl.load(second + place, mask=there, other=0.0) + rest2 * g * g
+            tl.store(second + place, square, mask=there)
+            move = (move / correction1) / (tl.sqrt(square) / correction2 + eps)
+        p = p - rate * move
+    return p
 
 
 @triton.jit
@@ -260,7 +296,7 @@ def _move_of(  # type: ignore[no-untyped-def]
     d, big, small, sums, sides, row, column, rank, width, scales, radial, numbers, kind: tl.constexpr,
     count: tl.constexpr,
 ):  # fmt: skip
-    factor, one, two, rate = _factor(big)
+    factor, one, two, rate = _factor(big, kind)
     there = column < rank
     inside = (row < sides[0])[:, None] & there[None, :]
     place = row[:, None] * rank + column[None, :]
@@ -270,18 +306,19 @@ def _move_of(  # type: ignore[no-untyped-def]
         k = tl.load(small + j * rank + column, mask=there, other=0.0)
         g += _part(d, sides, j, row, column, width) * (k * scales)[None, :]
     x = _moved(x, g - x * radial[None, :], one, two, rate, place, inside, numbers, kind)
-    tl.store(factor + place, x, mask=inside)
-    tl.store(sums + column, tl.sum(x * x, axis=0), mask=there)
+    if not kind[4]:
+        tl.store(factor + place, x, mask=inside)
+        tl.store(sums + column, tl.sum(x * x, axis=0), mask=there)
 
 
 @triton.jit
 def move(  # type: ignore[no-untyped-def]
     table, programs, ds, numbers, logs, kind: tl.constexpr,
-    count: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    dtype: tl.constexpr, count: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
     """The optimizer's step of a and b, sums of squares."""
     entry, is_right, which, first, start = _program(table, programs)
-    d, side = _chosen(ds, which), entry + LEFT + is_right * (RIGHT - LEFT)
+    d, side = _chosen(ds, which, entry, is_right, dtype), entry + LEFT + is_right * (RIGHT - LEFT)
     sides, big, small = _side(side), entry + A + is_right * 4, _floats(entry + K1 + is_right * 4)
     row, column = first + tl.arange(0, rows), start + tl.arange(0, columns)
     rank, width = _number(entry + RANK), _number(entry + WIDTH)
@@ -319,28 +356,31 @@ def finish(  # type: ignore[no-untyped-def]
     for is_right in tl.static_range(2):
         side = entry + LEFT + is_right * (RIGHT - LEFT)
         size, _, _, count = _side(side)
-        squares = tl.sum(_over_blocks(_floats(side + 6), size, 1, column, rank, 1, block), axis=0)
-        inverse = _inverse(squares, tiny)
-        tl.store(_floats(side + 7) + column, inverse, mask=there)
-        alive = alive & (inverse > 0)
+        if not kind[4]:
+            squares = tl.sum(_over_blocks(_floats(side + 6), size, 1, column, rank, 1, block), axis=0)
+            inverse = _inverse(squares, tiny)
+            tl.store(_floats(side + 7) + column, inverse, mask=there)
+            alive = alive & (inverse > 0)
         if _number(entry + CONVOLUTION) == 1:
             parameter = entry + K1 + is_right * 4
             scales = tl.load(_floats(entry + SCALES) + column, mask=there & (is_right == 0), other=1.0)
             part = tl.arange(0, padded)
             inside, place = (part < count)[:, None] & there[None, :], part[:, None] * rank + column[None, :]
-            k, one, two, rate = _factor(parameter)
+            k, one, two, rate = _factor(parameter, kind)
             x = tl.load(k + place, mask=inside, other=0.0)
             g = tl.load(_floats(side + 5) + place, mask=inside, other=0.0)
             x = _moved(x, g * scales[None, :] - x * radial[None, :], one, two, rate, place, inside, numbers, kind)
-            inverse = _inverse(tl.sum(x * x, axis=0), tiny)
-            flat = 1.0 / tl.sqrt(count.to(tl.float32))
-            tl.store(k + place, tl.where((inverse > 0)[None, :], x * inverse[None, :], flat), mask=inside)
-            alive = alive & (inverse > 0)
-    lambdas, one, two, rate = _factor(entry + LAMBDAS)
+            if not kind[4]:
+                inverse = _inverse(tl.sum(x * x, axis=0), tiny)
+                flat = 1.0 / tl.sqrt(count.to(tl.float32))
+                tl.store(k + place, tl.where((inverse > 0)[None, :], x * inverse[None, :], flat), mask=inside)
+                alive = alive & (inverse > 0)
+    lambdas, one, two, rate = _factor(entry + LAMBDAS, kind)
     x = tl.load(lambdas + column, mask=there, other=0.0)
     g = tl.load(_floats(entry + BY_SCALE) + column, mask=there, other=0.0)
     x = _moved(x, g, one, two, rate, column, there, numbers, kind)
-    tl.store(lambdas + column, tl.where(alive, x, 0.0), mask=there)
+    if not kind[4]:
+        tl.store(lambdas + column, tl.where(alive, x, 0.0), mask=there)
     if start == 0:
         _move_sigma(entry, rank, numbers, kind)
 
@@ -351,10 +391,13 @@ def _move_sigma(entry, rank, numbers, kind: tl.constexpr):  # type: ignore[no-un
     for first in range(0, rank, 1024):
         at = first + tl.arange(0, 1024)
         total += tl.load(_floats(entry + PARTS) + at, mask=at < rank, other=0.0)
-    sigma, one, two, rate = _factor(entry + SIGMA)
+    sigma, one, two, rate = _factor(entry + SIGMA, kind)
     only = tl.arange(0, 1)
-    x = _moved(tl.load(sigma + only), tl.sum(total, axis=0), one, two, rate, only, only == 0, numbers, kind)
-    tl.store(sigma + only, x)
+    x = _moved(
+        tl.load(sigma + only), tl.sum(total, axis=0) + only * 0.0, one, two, rate, only, only == 0, numbers, kind
+    )
+    if not kind[4]:
+        tl.store(sigma + only, x)
 
 
 @triton.jit

@@ -203,7 +203,7 @@ def _take_form(content: Content, tensors: Mapping[str, Tensor], model: nn.Module
             canonical.replace_terms(cp)
         else:
             become_canonical(fold(layer), cp)
-        canonical.path, canonical.columns_are_unit = found.path, False
+        canonical.path = found.path
         twin = cast(CPLayer, leader)
         canonical.share_terms(twin)
     del held

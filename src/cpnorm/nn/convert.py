@@ -155,7 +155,7 @@ def fold(model: Module) -> Module:
         rest = {name: child for name, child in module._modules.items() if name != "factors"}
         module._parameters, module._modules = held, rest  # new ones: a shallow copy of the layer keeps its own
         folds_to = module._form.folds_to
-        del module._form, module.columns_are_unit, module.ahead
+        del module._form
         plain = cast(nn.Module, module)
         plain.__class__ = folds_to
         bias = plain._parameters.pop("bias", None)

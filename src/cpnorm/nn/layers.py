@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +83,36 @@ def _listed(factors: nn.ParameterList) -> list[nn.Parameter]:
 
 
 @dataclass
+class Prebuilt:
+    """A weight built before its layer runs: W, or two matrices whose product it is."""
+
+    tensors: tuple[Tensor, ...]
+    parameters: tuple[Tensor, ...] = ()  # what it was built from
+    versions: tuple[int, ...] | None = None  # of these; None: its maker replaces it in time
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Return None: a copied layer builds its own."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+class Renormalizer(Protocol):
+    """What keeps the columns of layers unit."""
+
+    def is_unit(self, layer: CPLayer) -> bool:
+        """Return True if the columns of the layer are unit now."""
+
+
+def compute_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype in which torch would multiply by this parameter: autocast's if it is on."""
+    kind = parameter.device.type
+    if parameter.dtype == torch.float32 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return parameter.dtype
+
+
+@dataclass
 class Form:
     """What a canonical layer knows beside its parameters, in one place, so that no attribute of a user's is in the way.
 
@@ -89,11 +120,17 @@ class Form:
         modes: the shape in which W is decomposed: that of the weight, or a finer one.
         path: "rebuild", "factors", or "auto" for the planner's choice.
         folds_to: the class that ``fold`` gives back.
+        prebuilt: the weight as it was built last, good for as long as no parameter changes.
+        renormalizer: what keeps the columns unit, if anything does.
+        plans: paths the planner chose before, by rank and size of the input.
     """
 
     modes: tuple[int, ...]
     path: str
     folds_to: type[nn.Module]
+    prebuilt: Prebuilt | None = None
+    renormalizer: Renormalizer | None = None
+    plans: dict[Any, str] = field(default_factory=dict)
 
 
 class CPLayer(nn.Module):
@@ -107,9 +144,6 @@ class CPLayer(nn.Module):
     sigma: nn.Parameter
     lambdas: nn.Parameter
     factors: nn.ParameterList
-    columns_are_unit: bool  # set by a loop that renormalises after every step: there is nothing to divide by then
-    # While a loop that rebuilds it beside other work holds it ready: W, or left and right whose product it is.
-    ahead: tuple[Tensor, ...] | None
     _form: Form
 
     def __init__(
@@ -139,7 +173,6 @@ class CPLayer(nn.Module):
         self._parameters, self._modules = dict(self._parameters), dict(self._modules)  # a shallow copy has the old ones
         weight, bias = self._parameters.pop("weight"), self._parameters.get("bias")
         assert weight is not None
-        self.columns_are_unit, self.ahead = False, None
         self._form = Form(cp.shape, "auto", folds_to or self.plain)
         self.sigma, self.lambdas, *factors = (
             nn.Parameter(value.detach().to(weight).contiguous().clone(), requires_grad=weight.requires_grad)
@@ -234,11 +267,91 @@ class CPLayer(nn.Module):
         return read_only(self._dense())
 
     def _dense(self) -> Tensor:
-        if self.ahead is not None:
-            return self.ahead[0] if len(self.ahead) == 1 else self.ahead[0] @ self.ahead[1].mT
+        prebuilt = self.valid_prebuilt()
+        if prebuilt is not None:
+            return prebuilt[0] if len(prebuilt) == 1 else prebuilt[0] @ prebuilt[1].mT
         shape = weight_shape(self)
         on_gpu = self.lambdas.is_cuda and len(shape) == len(self.modes)  # finer modes are merged again, in their order
-        return dense_from_terms(*self._terms(), channels_last=on_gpu).reshape(shape)
+        if not self._keeps_weight():
+            return dense_from_terms(*self._terms(), channels_last=on_gpu).reshape(shape)
+        with torch.inference_mode(False), torch.no_grad():
+            built = dense_from_terms(*self._terms()).reshape(shape).contiguous()  # as the plain layer's lies
+        self.keep_prebuilt(built)
+        return built
+
+    def use_prebuilt(self, *tensors: Tensor) -> None:
+        """Use this weight, or two matrices whose product it is, whatever the parameters are.
+
+        The caller replaces it when they change; setting ``prebuilt`` to None ends it.
+        """
+        self._form.prebuilt = Prebuilt(tensors)
+
+    def keep_prebuilt(self, weight: Tensor) -> None:
+        """Use this weight, built from the parameters as they are now, until one of them changes."""
+        parameters = self._term_parameters()
+        self._form.prebuilt = Prebuilt((weight,), parameters, tuple([p._version for p in parameters]))
+
+    def _term_parameters(self) -> tuple[Tensor, ...]:
+        """Return what ``canonical_parameters`` does, in a fraction of the time."""
+        own: dict[str, Any] = self._parameters
+        factors: Any = self._modules["factors"]
+        return (own["sigma"], own["lambdas"], *factors._parameters.values())
+
+    def valid_prebuilt(self) -> tuple[Tensor, ...] | None:
+        """Return W, or two matrices whose product it is, if they were built from the parameters as they are now."""
+        form = self._form
+        prebuilt = form.prebuilt
+        if prebuilt is None:
+            return None
+        if torch.compiler.is_compiling():  # which must not look at versions: code would be compiled for each
+            return prebuilt.tensors
+        tensors, versions = prebuilt.tensors, prebuilt.versions
+        if versions is None:
+            return tensors
+        if form.path == "factors":
+            return None
+        first, current = tensors[0], self._term_parameters()
+        lambdas = current[1]
+        if (
+            not all(map(operator.is_, prebuilt.parameters, current))
+            or versions != tuple([parameter._version for parameter in current])
+            or (first.dtype != lambdas.dtype and first.dtype != compute_dtype(lambdas))
+            or first.device != lambdas.device
+            or (not first.requires_grad and lambdas.requires_grad and torch.is_grad_enabled())
+        ):
+            form.prebuilt = None
+            return None
+        return tensors
+
+    def _keeps_weight(self) -> bool:
+        """Return True in evaluation, where the weight stays as it is until a parameter changes."""
+        return not (
+            self.training
+            or torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or torch.jit.is_tracing()
+            or type(self.lambdas) is not nn.Parameter
+            or self.lambdas.is_inference()
+            or (torch.distributed.is_available() and torch.distributed.is_initialized())  # FSDP changes them unseen
+        )
+
+    @property
+    def prebuilt(self) -> Prebuilt | None:
+        """The weight as it was built last, if it was kept."""
+        return self._form.prebuilt
+
+    @prebuilt.setter
+    def prebuilt(self, prebuilt: Prebuilt | None) -> None:
+        self._form.prebuilt = prebuilt
+
+    @property
+    def renormalizer(self) -> Renormalizer | None:
+        """What keeps the columns unit, if anything does."""
+        return self._form.renormalizer
+
+    @renormalizer.setter
+    def renormalizer(self, renormalizer: Renormalizer | None) -> None:
+        self._form.renormalizer = renormalizer
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":  # torch would register a Parameter beside the property
@@ -289,12 +402,13 @@ class CPLayer(nn.Module):
 
     def _terms(self) -> tuple[Tensor, list[Tensor]]:  # (R,), [(d_i, R)]
         scales = self.sigma * self.lambdas
-        if self.columns_are_unit:
+        renormalizer = self._form.renormalizer
+        if renormalizer is not None and renormalizer.is_unit(self):
             scales, *factors = UnitTerms.apply(scales, *_listed(self.factors))
             return scales, factors
         return scales, [unit_columns(f) for f in self.factors]
 
-    def plan(self, input_shape: Sequence[int], *, training: bool | None = None) -> Plan:
+    def plan(self, input_shape: Sequence[int], *, training: bool | None = None, built: bool = False) -> Plan:
         """Return the planner's choice for an input of this shape, with the costs; it prints as a table."""
         return planner.plan(
             self,
@@ -303,16 +417,34 @@ class CPLayer(nn.Module):
             modes=self.modes,
             training=torch.is_grad_enabled() if training is None else training,
             device="cuda" if self.lambdas.is_cuda else "cpu",
+            built=built,
         )
 
     def _rebuilds(self, x: Tensor) -> bool:
-        if self.ahead is not None or x.is_nested or not self._fits(x):  # torch's own layer says what does not fit
+        if x.is_nested or not self._fits(x):  # torch's own layer says what does not fit
             return True
         if self.path not in PATHS:
             raise ValueError(f"expected path to be one of {', '.join(PATHS)}, got {self.path!r}")
         if self.path == "auto" and torch.compiler.is_exporting() and not all(isinstance(n, int) for n in x.shape):
             return True  # a program for all sizes cannot choose by size
-        return (self.plan(x.shape).path if self.path == "auto" else self.path) == "rebuild"
+        if self.path != "auto":
+            return self.path == "rebuild"
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return self.plan(x.shape).path == "rebuild"
+        keeps, plans = self._keeps_weight(), self._form.plans
+        key = (self.rank, tuple(x.shape), keeps, torch.is_grad_enabled(), x.is_cuda)
+        if key not in plans:
+            if len(plans) > 64:  # inputs of many sizes
+                plans.clear()
+            plans[key] = self.plan(x.shape, built=keeps).path
+        return plans[key] == "rebuild"
+
+    def _dense_for(self, x: Tensor) -> Tensor | None:
+        """Return the dense weight if it should meet this input, and None if the factors should."""
+        prebuilt = self.valid_prebuilt()
+        if prebuilt is not None:
+            return prebuilt[0] if len(prebuilt) == 1 else prebuilt[0] @ prebuilt[1].mT
+        return self._dense() if self._rebuilds(x) else None
 
     def _fits(self, x: Tensor) -> bool:  # (N, I, ...)
         conv = cast(nn.Conv2d, self)
@@ -335,11 +467,13 @@ class CPLinear(CPLayer, nn.Linear):  # type: ignore[override]
         """Compute what nn.Linear computes."""
         if isinstance(input, torch.fx.Proxy):
             return _fx_call(self, input)
-        if self.ahead is not None and len(self.ahead) == 2:
-            left, right = self.ahead  # (O, R), (I, R)
+        prebuilt = self._form.prebuilt
+        if prebuilt is not None and len(prebuilt.tensors) == 2:
+            left, right = prebuilt.tensors  # (O, R), (I, R)
             return F.linear(input @ right, left, self.bias)
-        if self._rebuilds(input):
-            return F.linear(input, self._dense(), self.bias)
+        weight = self._dense_for(input)
+        if weight is not None:
+            return F.linear(input, weight, self.bias)
         return planner.through_linear(input, *self._terms(), self.out_features, self.bias)
 
     def _fits(self, x: Tensor) -> bool:  # (..., I)
@@ -353,8 +487,9 @@ class _CPConv(CPLayer):
             return _fx_call(self, input)
         conv = cast(nn.Conv2d, self)
         batched = input if input.ndim == len(conv.kernel_size) + 2 else input[None]
-        if self._rebuilds(batched):
-            return conv._conv_forward(input, self._dense(), conv.bias)
+        weight = self._dense_for(batched)
+        if weight is not None:
+            return conv._conv_forward(input, weight, conv.bias)
         padding: Any = conv.padding
         if conv.padding_mode != "zeros":
             batched = F.pad(batched, conv._reversed_padding_repeated_twice, mode=conv.padding_mode)
@@ -399,8 +534,9 @@ class _CPConvTranspose(CPLayer):
         )
         batched = input if input.ndim == dims + 2 else input[None]
         geometry = (conv.stride, conv.padding, extra, conv.groups, conv.dilation)
-        if self._rebuilds(batched):
-            y = CONV_TRANSPOSE[dims - 1](batched, self._dense(), conv.bias, *geometry)
+        weight = self._dense_for(batched)
+        if weight is not None:
+            y = CONV_TRANSPOSE[dims - 1](batched, weight, conv.bias, *geometry)
         else:
             y = planner.through_conv_transpose(batched, *self._terms(), conv.bias, *geometry)
         return y if batched.ndim == input.ndim else y[0]

@@ -137,6 +137,7 @@ def plan(
     training: bool = False,
     device: str | torch.device = "cpu",
     itemsize: int = 4,
+    built: bool = False,
 ) -> Plan:
     """Return the cheaper path for this layer, rank and input size: rebuild W, or contract through the factors.
 
@@ -184,9 +185,9 @@ def plan(
     into = inputs // groups
     dense = into if transposed or not kernel else into * kernel  # terms summed for each result of the plain layer
     rebuild = cost(
-        [(size, rank), (dense_positions * size // dense, dense)],
+        [*([] if built else [(size, rank)]), (dense_positions * size // dense, dense)],
         0,
-        2 * rank * products + 2 * size + activations,
+        (size if built else 2 * rank * products + 2 * size) + activations,
     )
     thin = [(positions * groups * rank, into), (positions_out * outputs, rank)]
     if kernel:  # the first 1x1 runs at the size of the input, the last at that of the output

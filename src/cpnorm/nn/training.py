@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from cpnorm._checks import check_int, check_model, check_type, is_number
-from cpnorm.cp.tensor import inverse_norms
 from cpnorm.nn.convert import canonical_layers
+from cpnorm.nn.prebuilt import NetworkWeights, renormalize_terms
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -54,20 +52,21 @@ def renormalize(model: Module) -> Module:
     return model
 
 
-@torch.no_grad()
-def renormalize_terms(factors: Sequence[Tensor], lambdas: Sequence[Tensor]) -> None:  # [(d, R)], [(R,)] of each factor
-    """The tensor work of ``renormalize``, for those who compile or capture it."""
-    if len(factors) != len(lambdas):
-        raise ValueError(f"expected the lambdas of each of {len(factors)} factors, got {len(lambdas)}")
-    for factor, scales in zip(factors, lambdas, strict=True):
-        inverse = inverse_norms(factor)
-        dead = inverse == 0
-        factor.mul_(inverse).masked_fill_(dead, factor.shape[0] ** -0.5)
-        scales.masked_fill_(dead, 0.0)
+def renormalize_after(optimizer: torch.optim.Optimizer, model: nn.Module) -> RenormalizeHandle:
+    """Renormalise after every step of the optimizer, as the paper does, and train at a plain network's speed.
 
+    From then on all weights of the model are built together, once per forward pass, and all gradients of sigma, lambda
+    and the vectors are computed together at the end of the backward pass. On a GPU each of these is a few launches
+    for the whole network. Gradients are the same as without it, and hooks, clipping, accumulation, GradScaler and DDP
+    see ordinary gradients. Double backward is not supported while it is on.
 
-def renormalize_after(optimizer: torch.optim.Optimizer, model: nn.Module) -> RemovableHandle:
-    """Renormalise after every step of the optimizer, as the paper does; ``handle.remove()`` ends it.
+    Args:
+        optimizer: the optimizer that trains the canonical parameters.
+        model: the module whose forward pass is called in the training loop, or one inside a wrapper such as DDP or
+            ``torch.compile``.
+
+    Returns:
+        A handle; ``handle.remove()`` ends it, and so does leaving it as a context.
 
     >>> from cpnorm import canonical_norm
     >>> model = canonical_norm(nn.Linear(4, 3))
@@ -86,10 +85,29 @@ def renormalize_after(optimizer: torch.optim.Optimizer, model: nn.Module) -> Rem
     if not hasattr(optimizer, "_optimizer_step_post_hooks"):
         raise TypeError(f"expected an optimizer with hooks, got a {type(optimizer).__name__}: do it before wrapping it")
 
-    def hook(*_: object) -> None:
-        renormalize(model)
+    return RenormalizeHandle(optimizer, model)
 
-    return optimizer.register_step_post_hook(hook)
+
+class RenormalizeHandle:
+    """What ``renormalize_after`` has set up; ``remove()``, or leaving it as a context, undoes it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        self.weights = NetworkWeights(model)
+        self._hook = optimizer.register_step_post_hook(self._after_step)
+
+    def _after_step(self, *_: object) -> None:
+        self.weights.renormalize()
+
+    def remove(self) -> None:
+        """Stop renormalising; layers divide by the norms of their columns again."""
+        self._hook.remove()
+        self.weights.remove()
+
+    def __enter__(self) -> RenormalizeHandle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
 
 def holds_terms(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:

@@ -55,7 +55,7 @@ def test_the_same_gradients(device: str) -> None:
     prebuilt.backward()
     prebuilt.release()
 
-    assert all(layer.ahead is None for layer in paths)
+    assert all(layer.prebuilt is None for layer in paths)
     for name, gradient in gradients(expected).items():
         assert gradient is not None
         assert gradient.norm() > 0
@@ -68,8 +68,7 @@ def test_which_layers_kernels_train() -> None:
     layers = list(cpnorm.canonical_layers(model).values())
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1).cuda(), fused=True)
     assert trained_layers(model, optimizer, "fp32") == []  # they are not known to have unit columns
-    for layer in layers:
-        layer.columns_are_unit = True
+    cpnorm.renormalize_after(optimizer, model)
     assert [has_kernel(layer) for layer in layers] == [True, False, True]
     assert [group.layers for group in trained_layers(model, optimizer, "fp32")] == [[layers[0], layers[2]]]
     layers[0].sigma.requires_grad_(False)
@@ -101,7 +100,7 @@ def test_only_layers_that_rebuild() -> None:
     assert list(paths.values()) == ["rebuild", "rebuild", "factors"]
     prebuilt = PrebuiltWeights(paths, "fp32", rebuilt_weight)
     prebuilt.hold()
-    assert [layer.ahead is not None for layer in layers] == [True, True, False]
+    assert [layer.prebuilt is not None for layer in layers] == [True, True, False]
 
 
 def test_release_gives_the_layers_their_weight_back() -> None:

@@ -224,7 +224,7 @@ def test_ways_to_take_a_step_without_a_gpu(
         assert run.step.mode == f"{how}, prebuilt weights"
         assert all(torch.equal(p, q) for p, q in zip(run.model.parameters(), before, strict=True))
         assert run.step.sums.sum() == run.step.cursor == 0
-        assert all(layer.ahead is None for layer in run.step.layers)
+        assert all(layer.prebuilt is None for layer in run.step.layers)
         run.step(0)
         assert run.step.sums[2] == 64
     assert counter.frame_count == 1
@@ -275,7 +275,7 @@ def test_compiled_tests_without_a_gpu(
         assert counter.frame_count == (0 if rank == 16 else 1)
         step.test_compiled = True
         torch.testing.assert_close(step.tested_fast(*several), expected, rtol=1e-5, atol=0)
-        assert all(layer.ahead is None for layer in step.layers)
+        assert all(layer.prebuilt is None for layer in step.layers)
         assert step.model.training
     assert counter.frame_count == 1
 

@@ -69,7 +69,7 @@ def test_every_normalisation_learns(norm: str, digits: ImageSet) -> None:
     assert trainer.record()["test_accuracy_last"] > 40  # chance is 10
     assert trainer.history[-1]["epoch"] == 4
     for layer in cpnorm.canonical_layers(trainer.model).values():
-        assert not layer.columns_are_unit
+        assert layer.renormalizer is None
         for factor in layer.factors:
             assert torch.allclose(factor.norm(dim=0), torch.ones(layer.rank), atol=1e-5)
 
@@ -97,8 +97,6 @@ def test_the_step_is_what_a_plain_loop_does(digits: ImageSet) -> None:
     config = TINY.replace(dropout=False, epochs=1, optimizer="sgd", lr=0.1)
     trained = fit(config, data=digits)
     model = Trainer(config, digits).model
-    for layer in cpnorm.canonical_layers(model).values():
-        layer.columns_are_unit = False
     optimizer = make_optimizer(config, model, torch.device("cpu"))
     cpnorm.renormalize_after(optimizer, model)
     order = torch.randperm(200, generator=torch.Generator().manual_seed(0))

@@ -22,7 +22,7 @@ from cpnorm import CPLayer
 from cpnorm.lab.training.rmsprop import FusedRMSprop
 
 if TYPE_CHECKING:
-    from cpnorm.gpu.train_step import Rule, TrainedTerms
+    from cpnorm.gpu.train_step import FusedTrainStep, Rule
 
 LONGEST = 16  # rows of a kernel's factor: the kernels are unrolled over them
 EARLY_FROM = 2**22  # numbers of the last layers: below, it is not worth cutting the network in two
@@ -46,10 +46,10 @@ def compiled_rebuild() -> Rebuild:
 
 
 def has_kernel(layer: CPLayer) -> bool:
-    """Whether ``TrainedTerms`` can do it here: a 2-d convolution or linear layer with unit columns, on a GPU."""
+    """Whether ``FusedTrainStep`` can do it here: a 2-d convolution or linear layer with unit columns, on a GPU."""
     known = isinstance(layer, cpnorm.CPLinear) and len(layer.modes) == 2
     known = known or (isinstance(layer, cpnorm.CPConv2d) and max(layer.kernel_size) <= LONGEST)
-    if not (known and layer.columns_are_unit) or find_spec("triton") is None:
+    if not (known and layer.renormalizer is not None) or find_spec("triton") is None:
         return False
     return all(p.is_cuda and p.dtype == torch.float32 and p.requires_grad for p in layer.canonical_parameters())
 
@@ -87,13 +87,13 @@ class TrainedLayers:
     """Layers that kernels rebuild and train as an optimizer would, all at once."""
 
     layers: list[CPLayer]
-    terms: TrainedTerms
+    terms: FusedTrainStep
 
     def hold(self, paths: Mapping[CPLayer, str]) -> None:
         """Have every layer's W ready, or its two sides."""
         for index, layer in enumerate(self.layers):
             made = (self.terms.weight(index),) if paths[layer] == "rebuild" else self.terms.sides[index]
-            layer.ahead = tuple(tensor.detach().requires_grad_() for tensor in made)
+            layer.use_prebuilt(*(tensor.detach().requires_grad_() for tensor in made))
 
     def train(self) -> None:
         """From the gradients of what was held ready to terms that have had their step, and unit columns again."""
@@ -114,7 +114,7 @@ def trained_layers(
     rule = optimizer_rule(optimizer) if found else None
     if rule is None:
         return []
-    from cpnorm.gpu.train_step import TrainedTerms
+    from cpnorm.gpu.train_step import FusedTrainStep
 
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     last = list(halves(model)[1].modules()) if early else []
@@ -122,7 +122,7 @@ def trained_layers(
     if not groups[1] or sum(p.numel() for layer in groups[0] for p in layer.canonical_parameters()) < EARLY_FROM:
         groups = [], found
     return [
-        TrainedLayers(group, TrainedTerms([layer.canonical_parameters() for layer in group], dtype, rule))
+        TrainedLayers(group, FusedTrainStep([layer.canonical_parameters() for layer in group], dtype, rule))
         for group in groups
         if group
     ]
@@ -176,7 +176,7 @@ def optimizer_rule(optimizer: torch.optim.Optimizer) -> Rule | None:
 
 
 def _gradients(layer: CPLayer) -> list[Tensor]:
-    found = [tensor.grad for tensor in layer.ahead or ()]
+    found = [tensor.grad for tensor in layer.prebuilt.tensors] if layer.prebuilt is not None else []
     return [gradient for gradient in found if gradient is not None]
 
 
@@ -208,7 +208,7 @@ class PrebuiltWeights:
             group.hold(self.paths)
         self.weights += [self.rebuild_one(layer, self.precision) for layer in self.others]
         for layer, weight in zip(self.others, self.weights, strict=True):
-            layer.ahead = (weight.detach().requires_grad_(),)
+            layer.use_prebuilt(weight.detach().requires_grad_())
 
     def backward(self, *, early_done: bool = False) -> None:
         """From the gradients of what was held ready to trained terms, or to their gradients."""
@@ -221,5 +221,5 @@ class PrebuiltWeights:
     def release(self) -> None:
         """Let the layers rebuild their weights themselves again."""
         for layer in (*(layer for group in self.trained for layer in group.layers), *self.others):
-            layer.ahead = None
+            layer.prebuilt = None
         self.weights.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -45,20 +45,6 @@ TEST_BATCH = 2500  # images
 WARM_UP_STEPS = 3  # before a capture, so that libraries have chosen their kernels and buffers exist
 
 
-def renormalizer(layers: Sequence[cpnorm.CPLayer]) -> Callable[[], object]:
-    """What renormalises these in place: one kernel on a GPU, torch's operations elsewhere."""
-    factors = [factor for layer in layers for factor in layer.factors]
-    lambdas = [layer.lambdas for layer in layers for _ in layer.factors]
-    if factors and factors[0].is_cuda:
-        try:
-            from cpnorm.gpu.train_step import Renormalizer
-
-            return Renormalizer(factors, lambdas)
-        except (ImportError, ValueError) as error:
-            log.warning("renormalisation by torch instead of one kernel: %s", error)
-    return lambda: cpnorm.renormalize_terms(factors, lambdas)
-
-
 class Step:
     """Batch b of epoch e: gather, augment, forward, backward, update, renormalise; nothing comes back to the host."""
 
@@ -86,11 +72,11 @@ class Step:
         self.recipe = (data.mean, data.std, augment, config.label_smoothing, precision)
         self.runner: nn.Module = DistributedDataParallel(model) if world > 1 else model
         self.layers = list(cpnorm.canonical_layers(model).values())
-        if config.renormalize:
+        self.network: cpnorm.NetworkWeights | None = None
+        if self.layers and config.renormalize:
             cpnorm.renormalize(model)
-        self.renormalize = renormalizer(self.layers) if self.layers and config.renormalize else None
-        for layer in self.layers:
-            layer.columns_are_unit = self.renormalize is not None
+            self.network = cpnorm.NetworkWeights(model)
+            self.network.trust_columns()
 
         count = len(data.train_labels)
         self.order = torch.arange(count, device=self.device)
@@ -135,6 +121,8 @@ class Step:
         """Of parameters that something else than a step has changed: steps leave what the next one starts from."""
         for group in self.kernels or ():
             group.terms.multiply()
+        if self.network:
+            self.network.trust_columns()
 
     def _order(self, epoch: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.config.seed * 100_003 + epoch)
@@ -162,6 +150,8 @@ class Step:
         data, offsets = self.data, self.offsets[:size][self.rank :: self.world]
         *recipe, smoothing, precision = self.recipe
         self.optimizer.zero_grad(set_to_none=True)
+        if self.network:
+            self.network.enabled = self.prebuilt is None
         if self.prebuilt:
             self.prebuilt.hold()
         batch = (data.train_images, data.train_labels, self.order, self.cursor, offsets)
@@ -184,8 +174,8 @@ class Step:
             self.prebuilt.release()
         self.optimizer.step()
         by_kernels = sum(len(group.layers) for group in self.prebuilt.trained) if self.prebuilt else 0
-        if self.renormalize and by_kernels < len(self.layers):
-            self.renormalize()
+        if self.network and by_kernels < len(self.layers):
+            self.network.renormalize()
         self.cursor += size
         self.sums += totals
 

@@ -146,8 +146,8 @@ class Trainer:
                 yield False
             self.finish_epoch(started, pending)
             yield True
-        for layer in cpnorm.canonical_layers(self.model).values():
-            layer.columns_are_unit = False  # from here on nothing renormalises them
+        if self.step.network:
+            self.step.network.remove()  # from here on, nothing renormalises
 
     def set_learning_rate(self, progress: float) -> None:
         """Set the learning rate; a constant one once, others before every step."""

@@ -1,0 +1,221 @@
+"""Weights and gradients of all canonical layers of a network in a few launches, for any training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from cpnorm.gpu import training_kernels
+from cpnorm.gpu.train_step import FusedTerms, Rule
+from cpnorm.gpu.training_kernels import BLOCK, TERMS
+from cpnorm.nn.layers import CPConv2d, CPLayer, CPLinear
+
+LONGEST = 16  # rows of a kernel's factor: the kernels are unrolled over them
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+GATHER = (16, 128)  # rows and columns of a matrix that one program copies
+EAGER_CALLS = 2  # before a program is recorded as a CUDA graph: libraries choose their kernels meanwhile
+
+
+def has_kernels(layer: CPLayer) -> bool:
+    """Return True if the kernels know this kind of layer and its parameters."""
+    known = isinstance(layer, CPLinear) and len(layer.modes) == 2
+    known = known or (isinstance(layer, CPConv2d) and max(layer.kernel_size) <= LONGEST)
+    return known and all(
+        p.dtype == torch.float32 and p.is_contiguous() and (p.ndim == 0 or p.data_ptr() % 16 == 0)
+        for p in layer.canonical_parameters()
+    )
+
+
+class KernelProgram:
+    """The program of a network: layers the kernels know in one launch each, others by the program given for them."""
+
+    def __init__(
+        self, layers: Sequence[CPLayer], dtype: torch.dtype, others: Callable[[Sequence[CPLayer]], Any]
+    ) -> None:
+        known = [has_kernels(layer) for layer in layers]
+        if dtype not in DTYPES or not any(known):
+            raise ValueError(f"expected a layer for the kernels and one of {', '.join(map(str, DTYPES))}, got {dtype}")
+        self._known = [index for index, yes in enumerate(known) if yes]
+        self._rest = [index for index, yes in enumerate(known) if not yes]
+        self._layers = layers
+        self._gradients = FusedGradients([layers[index] for index in self._known], dtype)
+        self._others = others([layers[index] for index in self._rest]) if self._rest else None
+
+    def build(self) -> list[Tensor]:
+        """Return the weight of every layer."""
+        weights: list[Any] = [None] * len(self._layers)
+        for index, weight in zip(self._known, self._gradients.build(), strict=True):
+            weights[index] = weight
+        if self._others is not None:
+            for index, weight in zip(self._rest, self._others.build(), strict=True):
+                weights[index] = weight
+        return weights
+
+    def gradients(self, d_weights: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of the terms of all layers, in one list."""
+        found: list[list[Tensor | None]] = [[]] * len(self._layers)
+        for index, terms in zip(self._known, self._gradients([d_weights[i] for i in self._known]), strict=True):
+            found[index] = terms
+        if self._others is not None:
+            flat = iter(self._others.gradients([d_weights[i] for i in self._rest]))
+            for index in self._rest:
+                found[index] = [next(flat) for _ in range(2 + len(self._layers[index].modes))]
+        return [gradient for terms in found for gradient in terms]
+
+
+class FusedGradients(FusedTerms):
+    """Weights and gradients of linear layers and 2-d convolutions with unit columns, in buffers that stay in place.
+
+    Both programs touch no memory but these buffers and the parameters, so that each is recorded as a CUDA graph and
+    replayed in one launch.
+    """
+
+    def __init__(self, layers: Sequence[CPLayer], dtype: torch.dtype) -> None:
+        terms = [layer.canonical_parameters() for layer in layers]
+        rate = torch.zeros(4, device=terms[0][0].device)  # an address the kernels may read
+        self._d_sides: list[tuple[Tensor, Tensor]] = []
+
+        # All gradients of terms lie one after the other in one piece of memory.
+        self._parameters: list[Tensor] = [p for layer in terms for p in layer]
+        self._flat = torch.zeros(sum(p.numel() for p in self._parameters), device=rate.device)
+        places = dict(zip(self._parameters, _split(self._flat, self._parameters), strict=True))
+
+        def slots(parameter: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
+            return places[parameter], None, rate, None
+
+        super().__init__(terms, dtype, Rule(slots, gradients_only=True), DTYPES[dtype])
+        self._products = [left.new_zeros(len(left), len(right)) for left, right in self.sides]
+        self._d_products = [torch.zeros_like(product) for product in self._products]
+        # A convolution runs in the memory layout of its weight: the plain layer's is contiguous.
+        self._views = [self._as_weight(i, product) for i, product in enumerate(self._products)]
+        self._weights = [torch.empty(view.shape, dtype=dtype, device=self.device) for view in self._views]
+        self._copied = [i for i, view in enumerate(self._views) if not view.is_contiguous()]
+        for index, view in enumerate(self._views):
+            if index not in self._copied:
+                self._weights[index] = view
+        self._sources: list[int] = []
+        self._source_table = self._integers([[0]])
+        self._gathered = self._integers([row for i in range(len(terms)) for row in self._gather_programs(i)])
+        self._run_build = Replayed(self._build)
+        self._run_gradients = Replayed(self._compute)
+
+    def _gradient_addresses(self, left: Tensor, right: Tensor) -> list[int]:
+        d_left, d_right = torch.zeros_like(left), torch.zeros_like(right)
+        self._d_sides.append((d_left, d_right))
+        return [d_left.data_ptr(), d_right.data_ptr()]
+
+    def _as_weight(self, index: int, product: Tensor) -> Tensor:  # (O * k1, k2 * I rounded up) -> (O, I, k1, k2)
+        _, _, a, b, *kernels = self.layers[index]
+        if not kernels:
+            return product
+        n1, n2 = (len(k) for k in kernels)
+        used = product[:, : n2 * len(b)]
+        return used.unflatten(0, (len(a), n1)).unflatten(2, (n2, len(b))).permute(0, 3, 1, 2)
+
+    def build(self) -> list[Tensor]:
+        """Return the weight of every layer; the tensors are the same at each call."""
+        self._run_build.record()
+        self._run_gradients.record()  # here, since the backward pass runs on a thread of autograd's
+        self._run_build()
+        increment_version(self._weights)  # a graph's writes are not counted: an old backward pass must notice them
+        return self._weights
+
+    def _build(self) -> None:
+        self.multiply()
+        for (left, right), product in zip(self.sides, self._products, strict=True):
+            torch.mm(left, right.mT, out=product)
+        if self._copied:
+            torch._foreach_copy_([self._weights[i] for i in self._copied], [self._views[i] for i in self._copied])
+
+    def _gather_programs(self, index: int) -> list[list[int]]:
+        _, _, a, b, *kernels = self.layers[index]
+        n1, n2 = (len(kernels[0]), len(kernels[1])) if kernels else (1, 1)
+        matrix, rows, used = self._d_products[index], n1 * len(a), n2 * len(b)
+        return [
+            [index, matrix.data_ptr(), row, column, rows, n1, len(b), used, matrix.shape[1]]
+            for row in range(0, rows, GATHER[0])
+            for column in range(0, used, GATHER[1])
+        ]
+
+    def _gather(self, d_weights: Sequence[Tensor]) -> None:
+        """Copy the gradients of the weights, which autograd puts anywhere, to where the program expects them."""
+        sources: list[int] = []
+        for d in d_weights:
+            sources += (d.data_ptr(), *d.stride(), *((0, 0) if d.ndim == 2 else ()))
+        if sources != self._sources:  # an allocator repeats itself from step to step
+            self._sources = sources
+            self._source_table = self._integers([sources])
+        training_kernels.gather[len(self._gathered),](self._source_table, self._gathered, self._kind, *GATHER)
+
+    @torch.no_grad()
+    def __call__(self, d_weights: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
+        """Return the gradients of sigma, lambda and the vectors of each layer, in memory of their own."""
+        zero = [i for i, d in enumerate(d_weights) if d is None]
+        present = [torch.zeros_like(self._weights[i]) if d is None else d for i, d in enumerate(d_weights)]
+        self._gather([d if d.dtype == self.dtype else d.to(self.dtype) for d in present])
+        self._run_gradients()
+        parts = iter(_split(self._flat.clone(), self._parameters))
+        found: list[list[Tensor | None]] = [list(islice(parts, len(terms))) for terms in self.layers]
+        for index in zero:
+            found[index] = [None] * len(found[index])
+        return found
+
+    def _compute(self) -> None:
+        for (left, right), (d_left, d_right), d in zip(self.sides, self._d_sides, self._d_products, strict=True):
+            torch.mm(d, right, out=d_left)
+            torch.mm(d.mT, left, out=d_right)
+        kind, numbers, logs = (False, False, False, False, True), (0.0,) * 6, (0.0, 0.0)
+        rows, columns, warps = BLOCK
+        for n, programs in self._totals.items():
+            training_kernels.totals[len(programs),](
+                self._table, programs, (), self._kind, n, rows, columns, num_warps=warps
+            )
+        grid = (len(self._terms),)
+        training_kernels.radials[grid](self._table, self._terms, self._padded, rows, TERMS)
+        for n, programs in self._moves.items():
+            training_kernels.move[len(programs),](
+                self._table, programs, (), numbers, logs, kind, self._kind, n, rows, columns, num_warps=warps
+            )
+        training_kernels.finish[grid](self._table, self._terms, numbers, logs, 0.0, kind, self._padded, rows, TERMS)
+
+
+def _split(flat: Tensor, like: list[Tensor]) -> Sequence[Tensor]:
+    """Return views of a vector, one after the other, of the shapes of these tensors."""
+    return torch._C._nn.unflatten_dense_tensors(flat, like)
+
+
+class Replayed:
+    """A program over fixed buffers: run as written at first, then recorded as a CUDA graph and replayed."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run, self._calls = run, 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        """Run the program on the current stream."""
+        self._calls += 1
+        if self._graph is None or torch.cuda.is_current_stream_capturing():
+            self._run()
+        else:
+            self._graph.replay()
+
+    def record(self) -> None:
+        """Record the program once it has run often enough; the recording itself computes nothing."""
+        if self._graph is not None or self._calls < EAGER_CALLS or not torch.cuda.is_available():
+            return
+        if torch.cuda.is_current_stream_capturing():
+            return
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._run()
+        except RuntimeError:  # something on this GPU cannot be recorded: it runs as written
+            self._calls = -(2**62)
+            return
+        self._graph = graph

@@ -1,0 +1,297 @@
+"""Weights built together give the training that layers give which build their own, in whatever loop."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import cpnorm
+from laws import close
+
+X = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+Loop = Callable[[nn.Module, torch.optim.Optimizer], None]
+
+
+class Net(nn.Module):
+    """Convolutions with groups and a stride, a layer used twice, two tied layers, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, groups=2)
+        self.down, self.tied = nn.Conv1d(8, 8, 3, stride=2), nn.Conv1d(8, 8, 3, stride=1, padding=1)
+        self.tied.weight = self.down.weight
+        self.last = nn.Linear(8 * 31, 5)
+        self.checkpoints: bool | None = None  # whether they are reentrant
+
+    def features(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        return torch.relu(self.twice(torch.relu(self.twice(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpoints is None:
+            x = self.features(x)
+        else:
+            x = checkpoint(self.features, x, use_reentrant=self.checkpoints)
+        return self.last(self.tied(self.down(x.flatten(2))).flatten(1))
+
+
+def network() -> Net:
+    torch.manual_seed(0)
+    return cpnorm.canonical_norm(Net(), rank=6, init="kaiming_normal", generator=torch.Generator().manual_seed(0))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor = X) -> None:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def trained(loop: Loop, *, prebuilt: bool, prepare: Callable[[Net], None] = lambda model: None) -> Net:
+    model = network()
+    prepare(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    handle = cpnorm.renormalize_after(optimizer, model)
+    if not prebuilt:
+        handle.remove()
+        optimizer.register_step_post_hook(lambda *_: cpnorm.renormalize(model))
+    loop(model, optimizer)
+    return model
+
+
+def five_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(5):
+        step(model, optimizer)
+
+
+def accumulating(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(5):
+        optimizer.zero_grad()
+        for part in X.split(2):
+            model(part).square().mean().backward()
+        optimizer.step()
+
+
+def several_forwards(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(5):
+        optimizer.zero_grad()
+        sum(model(part).square().mean() for part in X.split(2)).backward()
+        optimizer.step()
+
+
+def clipping(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(X).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+
+
+def autocasting(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _ in range(5):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(X).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def a_part_alone(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(5):
+        optimizer.zero_grad()
+        model.features(X).square().mean().backward()  # not by the model's own call
+        optimizer.step()
+
+
+def evaluating_between(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(5):
+        step(model, optimizer)
+        model.eval()
+        with torch.no_grad():
+            model(X)
+        model.train()
+
+
+def truncating(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    five_steps(model, optimizer)
+    cpnorm.truncate(model, rate=0.5, criterion="lambda", refit="none", optimizer=optimizer)
+    five_steps(model, optimizer)
+
+
+def loading(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    state = copy.deepcopy(model.state_dict())
+    state["first.factors.0"] *= 3  # no unit columns
+    five_steps(model, optimizer)
+    model.load_state_dict(state)
+    five_steps(model, optimizer)
+
+
+LOOPS = [
+    five_steps, accumulating, several_forwards, clipping, autocasting, a_part_alone, evaluating_between, truncating,
+    loading,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_the_same_training(loop: Loop) -> None:
+    with_it, without = (trained(loop, prebuilt=prebuilt) for prebuilt in (True, False))
+    for (name, got), wanted in zip(with_it.named_parameters(), without.parameters(), strict=True):
+        if wanted.grad is None and loop is a_part_alone:
+            continue
+        close(got.detach(), wanted.detach(), 2e-2 if loop is autocasting else 1e-5)
+        assert (got.grad is None) == (wanted.grad is None), name
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints(reentrant: bool) -> None:
+    def prepare(model: Net) -> None:
+        model.checkpoints = reentrant
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(3):
+            step(model, optimizer, X.clone().requires_grad_())
+
+    with_it, without = trained(loop, prebuilt=True, prepare=prepare), trained(loop, prebuilt=False)
+    for got, wanted in zip(with_it.parameters(), without.parameters(), strict=True):
+        close(got.detach(), wanted.detach(), 1e-5)
+
+
+def test_frozen_and_partly_frozen_layers() -> None:
+    def prepare(model: Net) -> None:
+        model.first.requires_grad_(False)
+        model.twice.factors.requires_grad_(False)
+
+    with_it, without = (trained(five_steps, prebuilt=prebuilt, prepare=prepare) for prebuilt in (True, False))
+    for got, wanted in zip(with_it.parameters(), without.parameters(), strict=True):
+        close(got.detach(), wanted.detach(), 1e-5)
+
+
+def test_weights_are_built_once_per_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr("cpnorm.nn.layers.dense_from_terms", lambda *_, **__: calls.append(1))
+    trained(five_steps, prebuilt=True)
+    assert not calls  # no layer built its own
+
+
+def test_copies_build_their_own() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    cpnorm.renormalize_after(optimizer, model)
+    step(model, optimizer)
+    model(X)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    pickled = io.BytesIO()
+    torch.save(model, pickled)
+    pickled.seek(0)
+    for other in (copy.deepcopy(model), average, torch.load(pickled, weights_only=False)):
+        close(other(X), model(X), 1e-6)
+        other(X).sum().backward()
+    before = average(X)
+    five_steps(model, optimizer)
+    average.update_parameters(model)
+    assert not torch.allclose(average(X), before, rtol=1e-3)
+    close(average(X), cpnorm.fold(copy.deepcopy(average))(X), 1e-5)
+
+
+def test_functional_calls_use_the_tensors_given() -> None:
+    model = network()
+    cpnorm.renormalize_after(torch.optim.SGD(model.parameters(), lr=0.05), model)
+    model(X)
+    other = {name: 2 * p.detach() for name, p in model.named_parameters() if name.endswith("sigma")}
+    got = torch.func.functional_call(model, other, (X,))
+    with torch.no_grad():
+        for name, value in other.items():
+            model.get_parameter(name).copy_(value)
+    close(got, model(X), 1e-5)
+    gradient = torch.func.grad(lambda p: torch.func.functional_call(model, p, (X,)).sum())(dict(other))
+    assert all(torch.isfinite(g).all() and g.abs().sum() > 0 for g in gradient.values())
+
+
+def test_parameters_changed_before_the_backward_pass_raise() -> None:
+    model = network()
+    cpnorm.renormalize_after(torch.optim.SGD(model.parameters(), lr=0.05), model)
+    loss = model(X).sum()
+    with torch.no_grad():
+        model.first.lambdas.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        loss.backward()
+
+
+def test_double_backward_raises() -> None:
+    model = network()
+    cpnorm.renormalize_after(torch.optim.SGD(model.parameters(), lr=0.05), model)
+    (gradient,) = torch.autograd.grad(model(X).sum(), model.first.lambdas, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_removing_the_handle() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with cpnorm.renormalize_after(optimizer, model):
+        step(model, optimizer)
+        assert model.first.renormalizer is not None
+    assert model.first.renormalizer is None
+    assert model.first.prebuilt is None
+    assert not model._forward_pre_hooks
+    with torch.no_grad():
+        model.first.factors[0].mul_(2)
+    step(model, optimizer)
+    close(model.first.factors[0].norm(dim=0), 2 * torch.ones(6), 1e-2)  # as the step left them
+
+
+def test_evaluation_keeps_weights_until_a_parameter_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = cpnorm.canonical_norm(Net()).eval()
+    dense = cpnorm.fold(copy.deepcopy(model))
+    calls = []
+    import cpnorm.nn.layers as module
+
+    built = module.dense_from_terms
+    monkeypatch.setattr(module, "dense_from_terms", lambda *a, **k: calls.append(1) or built(*a, **k))
+    with torch.no_grad():
+        close(model(X), dense(X), 1e-5)
+        first = len(calls)
+        model(X)
+        assert len(calls) == first > 0
+        model.first.sigma.mul_(2)
+        dense.first.weight.mul_(2)
+        close(model(X), dense(X), 1e-5)
+        assert len(calls) == first + 1
+    model(X).sum().backward()  # a kept weight has no graph: with gradients it is built anew
+    assert model.first.sigma.grad is not None
+    with torch.inference_mode():
+        close(model(X), dense(X), 1e-5)
+    model(X).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it unless it is an error
+@pytest.mark.parametrize("whole", [True, False], ids=["a module", "a function around it"])
+def test_compiled(whole: bool) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model.down, model.tied = nn.Identity(), nn.Identity()  # fewer kinds to compile
+        counters = torch._dynamo.utils.counters
+        counters.clear()
+        called = torch.compile(model if whole else (lambda x: 1.0 * model(x)), fullgraph=True, backend="aot_eager")
+        for _ in range(3):
+            optimizer.zero_grad()
+            called(X).square().mean().backward()
+            optimizer.step()
+        assert counters["stats"]["unique_graphs"] == 1
+
+    def prepare(model: Net) -> None:
+        model.last = cpnorm.canonical_norm(nn.Linear(512, 5), rank=5)
+
+    with_it = trained(loop, prebuilt=True, prepare=prepare)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    without = trained(lambda m, o: None, prebuilt=False, prepare=prepare)
+    assert not torch.equal(with_it.first.lambdas, without.first.lambdas)
+    for factor in with_it.first.factors:
+        close(factor.norm(dim=0), torch.ones(6), 1e-5)
