@@ -113,10 +113,10 @@ class TestVerdicts:
         assert drawing.caption.endswith("Not drawn: 1 of the runs, which never learned.")
 
 
-class TestWeights:
+class TestParameters:
     def test_of_the_whole_network(self, tmp_path):
         records = records_of(tmp_path, lines("cifar10/cp-sgd", 88.3, weights=9_253_179))
-        assert comparison(records, "compress-cifar10/0").weights == 9_253_179
+        assert comparison(records, "compress-cifar10/0").parameters == 9_253_179
 
     def test_against_tai_of_four_convolutions(self, tmp_path):
         plain, canonical = 6_976_842, 9_253_179
@@ -127,10 +127,10 @@ class TestWeights:
             lines("tai/low-rank-90", 83.0, weights=plain - 2_248_704 + 237_312),
             lines("tai/canonical-91", 82.0, weights=canonical - 3_211_723 + 204_823),
         )
-        counts = {key: comparison(records, f"tai/{key}").weights for key in ("low-rank-0", "canonical-0")}
+        counts = {key: comparison(records, f"tai/{key}").parameters for key in ("low-rank-0", "canonical-0")}
         assert counts == {"low-rank-0": 2_248_704, "canonical-0": 3_211_723 + 4}  # and a sigma for each layer
-        assert comparison(records, "tai/low-rank-90").weights == 237_312
-        assert comparison(records, "tai/canonical-91").weights == 204_823 + 4
+        assert comparison(records, "tai/low-rank-90").parameters == 237_312
+        assert comparison(records, "tai/canonical-91").parameters == 204_823 + 4
 
     def test_the_exact_bound_of_every_layer(self):
         bounds = [exact_bound(layer) for layer in paper.ALEXNET_RANKS]
@@ -271,7 +271,7 @@ class TestClaims:
     def test_a_compressed_network_is_compared_with_the_one_that_was_cut(self, tmp_path):
         cut = [line | {"compress": {"accuracy_before": 86.25}} for line in lines("compress-cifar10/25", 88.0)]
         claim = self.answers(records_of(tmp_path, lines("cifar10/cp-sgd", 88.3), cut))["compression"]
-        column = [column.group or column.name for column in claim.grid.columns].index("− the network cut")
+        column = [column.group or column.name for column in claim.grid.columns].index("− truncated network")
         assert [cell.text for cell in claim.grid.rows[0][column - 1 : column + 1]] == ["86.25", "+1.75"]
         cut[0]["compress"] = {"accuracy_before": 88.25}
         claim = self.answers(records_of(tmp_path, lines("cifar10/cp-sgd", 88.3), cut))["compression"]

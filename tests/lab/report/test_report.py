@@ -1,26 +1,24 @@
-"""The page and its Markdown twin: whole, self-contained, safe, complete, and at work in a browser if there is one."""
+"""The page and the Markdown file: whole, self-contained, safe, complete, and working in a browser if there is one."""
 
-import io
 import json
 import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
+from functools import cache
 from html.parser import HTMLParser
 from itertools import pairwise
 
-import numpy as np
 import pytest
-import torch
 from markdown_it import MarkdownIt
 
 import official_files
 import synthetic_results
 from cpnorm.lab.paper import tables as paper
-from cpnorm.lab.report import RecordError, build, write_markdown, write_report
-from cpnorm.lab.report.document import Explorer, Gallery, Grid, Section, Text
-from cpnorm.lab.report.markdown import standalone
-from cpnorm.lab.report.plots import Plot, Scale, png
+from cpnorm.lab.report import RecordError, build, write_markdown, write_page
+from cpnorm.lab.report.document import Explorer, Fold, Grid, Section, Text
+from cpnorm.lab.report.drawing import standalone
+from cpnorm.lab.report.explorer import rate_grids
 from cpnorm.lab.training.runs import RunError
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'|`[a](javascript:alert(1))\n# x"
@@ -34,7 +32,7 @@ def results(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def page(results):
-    return parsed(write_report(results, results.parent / "report.html").read_text())
+    return parsed(write_page(once(results), results.parent / "report.html").read_text())
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +40,16 @@ def _no_data(monkeypatch, tmp_path):
     """Data sets of this machine must not get into the page."""
     monkeypatch.delenv("CPNORM_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+
+
+@cache
+def once(folder):
+    """The report of a folder that no test changes."""
+    return build(folder)
+
+
+def write_report(folder, out):
+    return write_page(build(folder), out)
 
 
 class Page(HTMLParser):
@@ -78,9 +86,14 @@ def parsed(text):
     return page
 
 
+def unfolded(all_blocks):
+    for block in all_blocks:
+        yield from unfolded(block.blocks) if isinstance(block, Fold) else (block,)
+
+
 def blocks(sections, kind):
     for section in sections:
-        yield from (block for block in section.blocks if isinstance(block, kind))
+        yield from (block for block in unfolded(section.blocks) if isinstance(block, kind))
         yield from blocks(section.sections, kind)
 
 
@@ -89,7 +102,11 @@ class TestPage:
         for tag, attributes in page.elements:
             for key in ("src", "href", "data", "action", "poster", "srcset", "xlink:href"):
                 value = attributes.get(key) or "#"
-                assert value.startswith(("#", "data:image/png;base64,")), (tag, key, value)
+                assert value.startswith(("#", "data:image/png;base64,", "data:image/svg+xml;base64,")), (
+                    tag,
+                    key,
+                    value,
+                )
         code = "".join(page.script)
         assert set(re.findall(r"https?://[^\s\"'<>)]+", code)) <= {"http://www.w3.org/2000/svg"}
         assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|import\(", code)
@@ -125,7 +142,7 @@ class TestPage:
         for row in paper.rows():
             spread = "" if row.published.sd is None else f" ± {row.published.sd:.2f}"
             assert f"{row.published.mean:.2f}{spread}" in text
-        grids = [grid for grid in blocks(build(results).sections, Grid) if grid.columns[1].name == "verdict"]
+        grids = [grid for grid in blocks(once(results).sections, Grid) if grid.columns[1].name == "verdict"]
         verdicts = [row[1] for grid in grids for row in grid.rows if len(row) > 3]
         assert len(verdicts) == 40
         assert {cell.tone for cell in verdicts} == {"within", "above", "below", "missing"}
@@ -135,12 +152,12 @@ class TestPage:
         assert first == second
 
     def test_makes_its_folder(self, results, tmp_path):
-        assert write_report(results, tmp_path / "new" / "folder" / "r.html").exists()
+        assert write_page(once(results), tmp_path / "new" / "folder" / "r.html").exists()
 
 
 class TestDocument:
     def test_rank_tables_stand_beside_the_bound_and_our_estimate(self, results):
-        sections = {s.key: s for top in build(results).sections for s in (top, *top.sections)}
+        sections = {s.key: s for top in once(results).sections for s in (top, *top.sections)}
         grid = next(iter(blocks([sections["alexnet-ranks"]], Grid)))
         cells = {row[0].text: [cell.text for cell in row[2:]] for row in grid.rows}
         assert cells["features.0"] == ["36", "27", "27", "9 terms more than any tensor of this size needs"]
@@ -166,14 +183,22 @@ class TestDocument:
         for other in set(folder.glob("*.jsonl")) - {folder / "init-adam.jsonl"}:
             other.unlink()
         start = f"3 of the paper's 40 accuracies are measured, {share} of them with 8 seeds or more."
-        assert build(folder).summary.startswith(start)
+        assert build(folder).sentences[0].startswith(start.removesuffix("."))
 
     def test_every_figure_is_drawn(self, results, tmp_path):
         official_files.write_mnist(tmp_path, official_files.make("mnist"))
         document = build(results, tmp_path)
-        keys = [drawing.key for gallery in blocks(document.sections, Gallery) for drawing in gallery.drawings]
+        keys = [drawing.key for drawing in document.drawings()]
         assert len(keys) == len(set(keys))
-        wanted = {"overview", "samples-mnist", "lambda-progress", "lambda-before", "lambda-after", "fit-rank"}
+        wanted = {
+            "accuracy-parameters",
+            "overview",
+            "samples-mnist",
+            "lambda-progress",
+            "lambda-before",
+            "lambda-after",
+            "fit-rank",
+        }
         wanted |= {
             f"curve-{key}" for key in ("cifar10-sgd", "cifar10-rmsprop", "init-adam-adam", "compress-mnist-rmsprop")
         }
@@ -181,18 +206,20 @@ class TestDocument:
         assert wanted <= set(keys)
 
     def test_drawings_are_true_xml_of_their_own(self, results):
-        for gallery in blocks(build(results).sections, Gallery):
-            for drawing in gallery.drawings:
-                root = ET.fromstring(standalone(drawing))
-                assert root.tag == "{http://www.w3.org/2000/svg}svg"
-                numbers = re.findall(r"nan|inf", drawing.svg.split("</title>", 1)[1])
-                assert not numbers, drawing.key
+        for drawing in once(results).drawings():
+            for theme in ("", "light", "dark"):
+                svg = standalone(drawing, theme)
+                assert ET.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
+                assert ("var(--" in svg) == (theme == "")
+            assert not re.findall(r"\b(?:nan|inf)\b", drawing.svg.split("</title>", 1)[1]), drawing.key
 
     def test_legends_and_labels_name_what_is_drawn(self, results):
-        drawings = {d.key: d.svg for g in blocks(build(results).sections, Gallery) for d in g.drawings}
-        names = re.findall(r"<text[^>]*>([^<]*)</text>", drawings["weights-cifar10"])
-        assert {"published", "the paper&#x27;s rows, ours", "plain networks, ours", "our recipes"} <= set(names)
-        assert [names.count(key.rpartition("/")[2]) for key in synthetic_results.OWN] == [1, 1, 1]
+        drawings = {d.key: d.svg for d in once(results).drawings()}
+        names = re.findall(r"<text[^>]*>([^<]*)</text>", drawings["accuracy-parameters"])
+        assert {"the paper", "our recipes in canonical form", "peers: plain, weight-normalised, low-rank"} <= set(names)
+        labels = [name for name in names if re.fullmatch(r"\d\d\.\d %, [\d.]+ [kM]", name)]
+        assert [label.rpartition(", ")[2] for label in labels] == ["71.0 k", "0.14 M", "0.21 M"]
+        assert "<title>beyond-cifar10/low-rank-140k: " in drawings["accuracy-parameters"]  # under the pointer
         names = re.findall(r"<text[^>]*>([^<]*)</text>", drawings["curve-cifar10-sgd"])
         assert {"none (n = 3)", "weight (n = 3)", "CP (n = 3)"} <= set(names)
         assert {"σ", "λ that grows", "λ that shrinks"} <= set(
@@ -200,18 +227,38 @@ class TestDocument:
         )
 
     def test_captions_are_computed(self, results):
-        captions = {d.key: d.caption for g in blocks(build(results).sections, Gallery) for d in g.drawings}
+        captions = {d.key: d.caption for d in once(results).drawings()}
         assert "15.4 % of the published" in captions["lambda-before"]  # 300 of 1948, bins at the border in proportion
         assert "Estimated rank 565." in captions["fit-rank"]
         assert re.search(r"\d+ of 11 λ grow", captions["lambda-progress"])
 
     def test_explanations_stand_beside_their_rows(self, results):
-        below = next(g for g in blocks(build(results).sections, Grid) if g.caption == "Rows below the paper")
-        cells = {row[0].text: row[3].text for row in below.rows}
-        assert cells["cifar10/weight-sgd"].startswith("with the code's initialisation")
+        agreement = next(section for section in once(results).sections if section.key == "agreement")
+        folds = {block.summary.partition(":")[0]: block for block in agreement.blocks if isinstance(block, Fold)}
+        fold = folds["cifar10/weight-sgd"]
+        assert fold.summary.startswith("cifar10/weight-sgd: below by")
+        assert fold.blocks[1].text.startswith("with the code's initialisation")
 
-    def test_recipes_are_compared_with_the_best_plain_network(self, results):
-        section = next(s for s in build(results).sections if s.key == "beyond")
+    def test_recipes_are_compared_with_our_own_plain_control(self, results, tmp_path):
+        folder = shutil.copytree(results, tmp_path / "controlled")
+        draw = synthetic_results.random.Random(0)
+        config = paper.CIFAR10_ADAM.replace(norm="none")
+        rows = {"plain": (88.0, 6_976_842, config), "plain-narrow": (89.0, 150_000, config.replace(width=0.14))}
+        lines = [
+            synthetic_results.run(f"beyond-cifar10/{key}", seed, mean, size, settings, draw)
+            for key, (mean, size, settings) in rows.items()
+            for seed in range(3)
+        ]
+        with (folder / "beyond-cifar10.jsonl").open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+        section = next(s for s in build(folder).sections if s.key == "beyond")
+        cells = {row[0].text: row for row in next(iter(blocks([section], Grid))).rows}
+        assert cells["low-rank-140k"][7].text == "beyond-cifar10/plain"  # as wide as the paper's, and ours
+        assert cells["low-rank-140k"][8].value == pytest.approx(cells["low-rank-140k"][1].value - 88.0, abs=0.01)
+        assert cells["plain"][8].text == "–"
+
+    def test_recipes_without_a_control_are_compared_with_the_papers_best(self, results):
+        section = next(s for s in once(results).sections if s.key == "beyond")
         grid = next(iter(blocks([section], Grid)))
         assert [row[0].text for row in grid.rows] == ["low-rank-210k", "low-rank-140k", "low-rank-70k"]
         assert {row[7].text for row in grid.rows} <= {
@@ -224,9 +271,9 @@ class TestDocument:
     def test_an_empty_folder_is_a_report_too(self, tmp_path):
         text = write_report(tmp_path, tmp_path / "r.html").read_text()
         parsed(text)
-        assert "None of the paper&#x27;s 40 accuracies has been measured yet." in text
+        assert "None of the paper&#39;s 40 accuracies has been measured yet." in text
         assert text.count("Not measured yet.") == 8
-        assert "not measured yet" in write_markdown(tmp_path).read_text()
+        assert "not measured yet" in write_markdown(build(tmp_path), tmp_path / "README.md").read_text()
 
     def test_a_broken_line_writes_nothing(self, tmp_path):
         (tmp_path / "a.jsonl").write_text("{\n")
@@ -280,22 +327,23 @@ class TestHostileRecords:
         assert "alert(1)" in "".join(page.text)  # it is there, as text
 
     def test_stay_text_in_markdown(self, hostile):
-        text = write_markdown(hostile, hostile / "README.md").read_text()
+        text = write_markdown(build(hostile), hostile / "README.md").read_text()
         tokens = MarkdownIt("commonmark").enable("table").parse(text)
         inline = [child for token in tokens for child in token.children or ()]
-        assert not [token for token in (*tokens, *inline) if token.type in ("html_block", "html_inline", "link_open")]
+        assert not [token for token in (*tokens, *inline) if token.type in ("html_inline", "link_open")]
+        html = "".join(token.content for token in tokens if token.type == "html_block")  # our own, around what folds
+        assert re.sub(r"</?(?:details|summary)>", "", html).count("<") == 0
         assert all(token.attrs["src"].startswith("figures/") for token in inline if token.type == "image")
         assert "alert(1)" in text
 
 
 class TestMarkdown:
     def test_tables_are_whole(self, results, tmp_path):
-        text = write_markdown(results, tmp_path / "README.md").read_text()
-        document = build(results)
+        text = write_markdown(once(results), tmp_path / "README.md").read_text()
+        document = once(results)
         grids = list(blocks(document.sections, Grid))
-        networks = next(iter(blocks(document.sections, Explorer))).networks
+        grids += rate_grids(next(iter(blocks(document.sections, Explorer))))  # what stands for the explorer
         shapes = [(len(grid.columns), len(grid.rows)) for grid in grids]
-        shapes.append((1 + len(networks[0]["rates"]), len(networks)))  # what stands for the explorer
         found = []
         for block in (block for block in text.split("\n\n") if block.startswith("| ")):
             widths = {len(re.findall(r"(?<!\\)\|", line)) - 1 for line in block.splitlines()}
@@ -307,9 +355,9 @@ class TestMarkdown:
         assert sum(token.type == "tr_open" for token in tokens) == sum(rows + 1 for _, rows in shapes)
 
     def test_says_what_the_page_says(self, results, tmp_path):
-        text = write_markdown(results, tmp_path / "README.md").read_text()
+        text = write_markdown(once(results), tmp_path / "README.md").read_text()
         plain = text.replace("\\", "").replace("&lt;", "<")
-        for grid in blocks(build(results).sections, Grid):
+        for grid in blocks(once(results).sections, Grid):
             for row in grid.rows:
                 for cell in row:
                     assert " ".join(cell.text.split()) in plain
@@ -321,58 +369,36 @@ class TestMarkdown:
         for name in ("old", "mine"):
             (tmp_path / "figures" / f"{name}.svg").write_text("<svg/>")
         (tmp_path / "README.md").write_text("Made by `cpnorm report`\n![old](figures/old.svg)\n")
-        text = write_markdown(results, tmp_path / "README.md").read_text()
+        text = write_markdown(once(results), tmp_path / "README.md").read_text()
         linked = set(re.findall(r"\]\((figures/[^)]+)\)", text))
         there = {f"figures/{path.name}" for path in (tmp_path / "figures").iterdir()}
         assert there == linked | {"figures/mine.svg"}
         assert len(linked) > 15
 
-    def test_leaves_a_readme_of_somebody_else_alone(self, results, tmp_path):
+    def test_figures_that_cannot_be_remade_are_kept(self, results, tmp_path):
+        """In a fresh clone there are no data: the samples of an earlier report stay, byte for byte."""
+        folder, data = shutil.copytree(results, tmp_path / "results"), tmp_path / "data"
+        official_files.write_mnist(data, official_files.make("mnist"))
+        write_markdown(build(folder, data), folder / "README.md")
+        before = {path.name: path.read_bytes() for path in (folder / "figures").iterdir()}
+        text = (folder / "README.md").read_text()
+        assert "samples-mnist.svg" in before
+        document = build(folder)
+        write_markdown(document, folder / "README.md")
+        assert {path.name: path.read_bytes() for path in (folder / "figures").iterdir()} == before
+        assert (folder / "README.md").read_text() == text
+        page = parsed(write_page(document, tmp_path / "r.html").read_text())
+        (image,) = page.all("img")
+        assert image["src"].startswith("data:image/svg+xml;base64,")
+        elsewhere = write_markdown(document, tmp_path / "elsewhere" / "README.md")
+        assert (elsewhere.parent / "figures/samples-mnist.svg").read_bytes() == before["samples-mnist.svg"]
+
+    def test_leaves_another_readme_alone(self, results, tmp_path):
         (tmp_path / "README.md").write_text("# My project\n")
         with pytest.raises(RunError, match=r"README\.md was not made by cpnorm report and is left alone"):
-            write_markdown(results, tmp_path / "README.md")
+            write_markdown(once(results), tmp_path / "README.md")
         assert (tmp_path / "README.md").read_text() == "# My project\n"
         assert not (tmp_path / "figures").exists()
-
-    def test_lies_in_the_results_by_default(self, tmp_path):
-        assert write_markdown(tmp_path) == tmp_path / "README.md"
-
-
-class TestDrawing:
-    @pytest.mark.parametrize(
-        ("scale", "ticks"),
-        [
-            (Scale(0, 100, 0, 1), [0, 20, 40, 60, 80, 100]),
-            (Scale(86.9, 88.4, 0, 1), [87.0, 87.5, 88.0]),
-            (Scale(5e4, 2e7, 0, 1, log=True), [1e5, 1e6, 1e7]),
-            (Scale(4e5, 2e6, 0, 1, log=True), [5e5, 1e6, 2e6]),
-            (Scale(3, 3, 0, 1), [2.6, 2.8, 3.0, 3.2, 3.4]),
-        ],
-    )
-    def test_ticks_are_round_and_inside(self, scale, ticks):
-        assert scale.ticks() == pytest.approx(ticks)
-
-    def test_a_scale_maps_its_ends_to_its_ends(self):
-        assert (Scale(2, 6, 10, 50)(2), Scale(2, 6, 10, 50)(6), Scale(2, 6, 10, 50)(3)) == (10, 50, 20)
-        assert Scale(1e3, 1e5, 0, 100, log=True)(1e4) == pytest.approx(50)
-        with pytest.raises(ValueError, match="expected a finite range, above zero, got 0 to 5"):
-            Scale(0, 5, 0, 1, log=True)
-
-    def test_marks_lie_where_their_values_are(self):
-        plot = Plot("t", (0, 10), (0, 1), width=100, height=100)
-        plot.dot((5, 0.5), "s2", "a <note>")
-        circle = ET.fromstring(plot.svg()).find(".//{http://www.w3.org/2000/svg}circle")
-        middle = ((plot.left + plot.right) / 2, (plot.top + plot.bottom) / 2)
-        assert (float(circle.get("cx")), float(circle.get("cy"))) == middle
-        assert circle[0].text == "a <note>"
-
-    @pytest.mark.parametrize("channels", [1, 3])
-    def test_a_png_is_the_image(self, channels):
-        image = torch.randint(0, 256, (channels, 5, 7), dtype=torch.uint8)
-        pil = pytest.importorskip("PIL.Image", reason="needs Pillow to read the PNG back")
-        with pil.open(io.BytesIO(png(image))) as read:
-            pixels = np.asarray(read).reshape(5, 7, channels)
-        assert np.array_equal(pixels, image.permute(1, 2, 0).numpy())
 
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -381,7 +407,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 class TestInABrowser:
     def run(self, page, script, tmp_path):
-        """The report with a script behind it; what it puts into window.out."""
+        """Run the report with another script after its own; return what that puts into window.out."""
         probe = f"<script>{script}; document.title = JSON.stringify(window.out)</script></body>"
         file = tmp_path / "probe.html"
         file.write_text(page.read_text().replace("</body>", probe))
@@ -404,7 +430,7 @@ class TestInABrowser:
                 button.click();
                 window.out.push([button.closest("th").getAttribute("aria-sort"), read()]);
             }"""
-        before, *after = self.run(write_report(results, tmp_path / "r.html"), script, tmp_path)
+        before, *after = self.run(write_page(once(results), tmp_path / "r.html"), script, tmp_path)
         assert before != sorted(before, key=float)
         assert after == [
             ["descending", sorted(before, key=float, reverse=True)],
@@ -425,8 +451,8 @@ class TestInABrowser:
                 window.out.push(["removed", "accuracy", "weights", "terms"].map((name) => part(name).textContent));
                 window.out.push([...part("layers").querySelectorAll("p")].map((p) => p.textContent));
             }"""
-        out = self.run(write_report(results, tmp_path / "r.html"), script, tmp_path)
-        networks = next(iter(blocks(build(results).sections, Explorer))).networks
+        out = self.run(write_page(once(results), tmp_path / "r.html"), script, tmp_path)
+        networks = next(iter(blocks(once(results).sections, Explorer))).networks
         network = next(n for n in networks if n["name"] == "mnist/cp-rmsprop, seed 0")
         ranks, sizes = [11, 270, 128, 10], [1 + 1 + 32 + 6, 1 + 32 + 64 + 6, 1 + 9216 + 128, 1 + 128 + 10]
         for stop, (removed, accuracy, weights, terms), layers in zip((0, 4, 8), out[::2], out[1::2], strict=True):
@@ -455,5 +481,17 @@ def test_sections_have_keys_of_their_own(results):
     def keys(sections: list[Section]) -> list[str]:
         return [key for s in sections for key in (s.key, *keys(s.sections))]
 
-    found = keys(build(results).sections)
+    found = keys(once(results).sections)
     assert len(found) == len(set(found))
+
+
+def test_a_page_of_five_thousand_records(tmp_path):
+    """Everything is linear in the number of records; here they are all of one folder."""
+    (line,) = [line for line in synthetic_results.paper_lines(1) if line["row"] == "cifar10/none-sgd"]
+    lines = (json.dumps(line | {"seed": seed, "row": f"mine/{seed % 50}", "table": "mine"}) for seed in range(5000))
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines) + "\n")
+    document = build(tmp_path)
+    grid = next(grid for grid in blocks(document.sections, Grid) if grid.caption == "mine")
+    assert len(grid.rows) == 50
+    assert {row[6].text for row in grid.rows} == {"100"}
+    parsed(write_page(document, tmp_path / "r.html").read_text())

@@ -1,4 +1,4 @@
-"""Explanations of differences from the paper, tested: its rows beside the same rows with something changed."""
+"""Tested explanations of differences from the paper: its rows beside the same rows with one change."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from cpnorm.lab.report.tally import corrected, difference_cells, minus
 
 
 def explanations(records: Records) -> Grid | None:
-    """Every change that was tried on a row of the paper, with what it did."""
+    """Return a table of every change that was tried on a row of the paper, with its effect."""
     tables = {table.key: table for table in paper.tables()}
     pairs: list[tuple[Comparison, Comparison]] = []
     for changed in beyond.rows():
         row = paper.row(changed.variant_of) if changed.variant_of and records.finished(changed.key) else None
-        if row and row.config.epochs == changed.config.epochs:  # what was cut short explains in another way
+        if row and row.config.epochs == changed.config.epochs:  # shorter runs are explained in words
             after = compare(replace(changed, published=row.published), tables[row.table], records)
             before = compare(row, tables[row.table], records)
             pairs += [(before, after)] if before.last else []
@@ -30,7 +30,7 @@ def explanations(records: Records) -> Grid | None:
 
 
 def _difference(before: Comparison, after: Comparison) -> Difference | None:
-    """Over the last 20 epochs, which are steadier than one, where both have them."""
+    """Compare means over the last 20 epochs, which vary less than one epoch, where both have them."""
     return minus(after.late, before.late) if before.late and after.late else minus(after.last, before.last)
 
 
@@ -63,16 +63,16 @@ def _grid(pairs: list[tuple[Comparison, Comparison]], differences: list[Differen
             ]
         )
     return Grid(
-        f"Rows of the paper, run again with something changed. “sd within” is that of the last {LAST} epochs of a run. "
-        f"The difference is that of the means over these {LAST}, of shorter runs that of the last epoch; p is Welch's, "
-        "corrected for the number of changes.",
+        f"Rows of the paper, run again with one change. “sd within” is the standard deviation over the last {LAST} "
+        f"epochs of a run. The difference is that of the means over these {LAST} epochs, for shorter runs that of the "
+        "last epoch; p is Welch's, corrected for the number of changes.",
         columns,
         rows,
     )
 
 
 def _restlessness(entry: Comparison, records: Records) -> float | None:
-    """How much accuracy varies over the last 20 epochs of a run, on average; short runs still rise."""
+    """Return the mean standard deviation over the last 20 epochs of a run; short runs, which still rise, have none."""
     curves = [run.curve[-LAST:] for run in records.finished(entry.row.key) if len(run.curve) >= 2 * LAST]
     spread = summarize(stdev(curve) for curve in curves)
     return spread.mean if spread else None

@@ -1,4 +1,4 @@
-"""A results folder -> the document: every table, figure and claim, each number computed here and nowhere typed."""
+"""Build the document from a results folder: every table, figure and claim, each number computed and none typed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.paper.tables import Table
-from cpnorm.lab.report import charts, explorer, figures, recipes
+from cpnorm.lab.report import charts, explorer, figures, recipes, story
 from cpnorm.lab.report.ablations import explanations
 from cpnorm.lab.report.claims import claims
-from cpnorm.lab.report.comparison import LAST, PUBLISHED_RUNS, Comparison, compare, exact_bound
+from cpnorm.lab.report.comparison import LAST, Comparison, compare, exact_bound
 from cpnorm.lab.report.document import (
     MISSING,
     Cell,
@@ -20,6 +20,7 @@ from cpnorm.lab.report.document import (
     Document,
     Drawing,
     Explorer,
+    Fold,
     Gallery,
     Grid,
     Section,
@@ -39,48 +40,39 @@ TITLE = "Canonical convolutional networks, measured again"
 
 
 def build(results: str | Path, data_dir: str | Path | None = None) -> Document:
-    """The whole report from a results folder; data sets are looked for only to show samples of them."""
+    """Build the whole report from a results folder.
+
+    Data sets are read only to show samples of them; where their files are missing, the samples in the folder
+    ``figures`` of the results are kept.
+    """
     records = read_results(results)
     compared = {table.key: [compare(row, table, records) for row in table.rows] for table in paper.tables()}
     everything = [entry for entries in compared.values() for entry in entries]
     answers = claims(records)
+    own = [key for keys in recipes.own_tables(records).values() for key in keys if not key.startswith("checks/")]
     sections = [
         agreement(everything, records),
         claims_section(answers),
         Section(
             "tables",
             "The paper's tables",
-            [Text(READING)],
+            [Fold("How to read the tables", [Text(READING)])],
             [table_section(table, compared[table.key], records) for table in paper.tables()],
         ),
-        figures_section(records, data_dir),
-        recipes.section(records),
+        recipes.section(records, own),
         explorer_section(records),
+        figures_section(records, data_dir, Path(results) / "figures"),
         provenance(records),
     ]
-    return Document(TITLE, summary(everything), sections)
+    sentences = story.sentences(everything, answers, records, own)
+    return Document(TITLE, charts.lead(records, own), sentences, sections)
 
 
 # --- what agrees ------------------------------------------------------------------------------------------------------
 
 
-def summary(entries: Sequence[Comparison]) -> str:
-    """The report in three sentences."""
-    measured = [entry for entry in entries if entry.difference]
-    if not measured:
-        return f"None of the paper's {len(entries)} accuracies has been measured yet."
-    complete = sum(entry.runs >= PUBLISHED_RUNS for entry in measured)
-    share = "all" if complete == len(measured) else str(complete)
-    counts = Counter(entry.status for entry in measured)
-    return (
-        f"{len(measured)} of the paper's {len(entries)} accuracies are measured, {share} of them with "
-        f"{PUBLISHED_RUNS} seeds or more. {counts['within']} lie within one published standard deviation of the "
-        f"published mean, {counts['above']} above it and {counts['below']} below."
-    )
-
-
 def agreement(entries: Sequence[Comparison], records: Records) -> Section:
-    """Which rows agree with the paper, which do not, and why, where that was tested."""
+    """Return the section on which rows agree with the paper, which do not, and why, where that was tested."""
     measured = [entry for entry in entries if entry.difference]
     section = Section("agreement", "What agrees, what does not")
     if not measured:
@@ -91,9 +83,10 @@ def agreement(entries: Sequence[Comparison], records: Records) -> Section:
     best = [e.difference_of_best for e in measured if e.difference_of_best and e.difference_of_best.p is not None]
     section.blocks.append(
         Text(
-            f"Welch's test at {100 * SIGNIFICANT:g} % tells {apart} of {len(tested)} rows apart from the paper when "
-            f"the last epoch is compared, and {sum(d.significant for d in best)} of {len(best)} when each run's best "
-            f"epoch is. By chance alone about {math.ceil(SIGNIFICANT * len(tested))} would be."
+            f"{apart} of {len(tested)} rows differ significantly from the paper (Welch's test at "
+            f"{100 * SIGNIFICANT:g} %) when the last epoch is compared, and {sum(d.significant for d in best)} of "
+            f"{len(best)} when each run's best epoch is. By chance alone about "
+            f"{math.ceil(SIGNIFICANT * len(tested))} would."
         )
     )
     drawing = charts.overview(measured)
@@ -102,45 +95,37 @@ def agreement(entries: Sequence[Comparison], records: Records) -> Section:
     below = [entry for entry in measured if entry.status == "below"]
     if below:
         section.blocks.append(
-            Grid(
-                "Rows below the paper",
-                [
-                    Column("row", words=True),
-                    Column("by the last epoch", words=True),
-                    Column("by each run's best", words=True),
-                    Column("explanation, and what was tested", words=True),
-                ],
-                [
-                    [
-                        words(entry.row.key),
-                        words(entry.words, entry.status),
-                        words(entry.words_of_best),
-                        words(records.explanations.get(entry.row.key, "none yet")),
-                    ]
-                    for entry in below
-                ],
-            )
+            Text(f"{len(below)} rows lie below the paper. Each opens with its explanation, and with what was tested.")
         )
+        section.blocks += [below_the_paper(entry, records) for entry in below]
     else:
         section.blocks.append(Text("No measured row lies below the paper by more than one standard deviation."))
-    tested_changes = explanations(records)
-    section.blocks += [tested_changes] if tested_changes else []
+    changes = explanations(records)
+    section.blocks += [Fold("All rows that were run again with one change", [changes])] if changes else []
     missing = [entry.row.key for entry in entries if entry.status == "missing"]
     if missing:
         section.blocks.append(Text(f"{', '.join(missing)}.", lead=f"{len(missing)} rows not measured yet:"))
     return section
 
 
+def below_the_paper(entry: Comparison, records: Records) -> Fold:
+    """Return a row that lies below the paper, with its explanation folded away."""
+    explanation = records.explanations.get(entry.row.key, "No explanation yet.")
+    return Fold(
+        f"{entry.row.key}: {entry.words}", [Text(f"{entry.words_of_best}.", lead="By best epochs:"), Text(explanation)]
+    )
+
+
 def claims_section(answers: Sequence[Claim]) -> Section:
-    """Each claim: the paper's words, the answer, the numbers."""
+    """Return the section on the claims: the paper's words, our answer, and the numbers folded away."""
     section = Section(
         "claims",
         "The paper's claims",
         [
             Text(
-                "Each is answered by our runs alone: accuracies of the last epoch and Welch's test unless said "
+                "Each claim is answered by our runs alone: accuracies of the last epoch and Welch's test unless stated "
                 "otherwise, p corrected for the number of tests within a claim (Holm). “Not shown” means that the "
-                "test sees no difference, which is not the same as there being none."
+                "difference is not significant, which does not mean that there is none."
             )
         ],
     )
@@ -149,7 +134,7 @@ def claims_section(answers: Sequence[Claim]) -> Section:
         below.blocks += [Text(claim.paper, quote=True)] if claim.paper else []
         below.blocks.append(Text(claim.explanation, lead=claim.answer))
         if claim.grid:
-            below.blocks.append(claim.grid)
+            below.blocks.append(Fold("The numbers", [claim.grid]))
         section.sections.append(below)
     return section
 
@@ -160,19 +145,19 @@ READING = (
     "Accuracies are in percent of the test set, mean ± one sample standard deviation over seeds. The paper does not "
     "say which epoch its numbers belong to, and the authors' code prints the best one on the test set; since its "
     "means and maxima cannot come from the same eight values, the mean of our last epochs is compared with the "
-    "published mean, and the best epoch of any run with the published maximum. Beside the last epoch stands the "
-    f"mean over the last {LAST}, of runs that have {2 * LAST} or more. Best epochs are chosen on the test set "
-    "and therefore flatter. p is Welch's test from means, deviations and numbers of runs (the paper's: 8); below 0.05 "
-    "the verdict says “different”, otherwise “no difference shown”, which with few runs says little. Runs that "
-    "diverged are counted in the verdict and left out of the means. Two things are not the paper's: on a GPU runs are "
-    "trained in mixed precision (bfloat16, with weights and optimizer in float32) unless their settings say otherwise, "
-    "and the sizes of batches, which it does not give, are those of its code or came nearest to its accuracies in "
-    "trials (docs/paper.md), so that agreement is in part by choice."
+    "published mean, and the best epoch of any run with the published maximum. The next column has the "
+    f"mean over the last {LAST} epochs, for runs that have {2 * LAST} or more. Best epochs are chosen on the test set "
+    "and are therefore optimistic. p is Welch's test from means, deviations and numbers of runs (the paper's: 8); "
+    "below 0.05 the verdict says “different”, otherwise “no difference shown”, which with few runs says little. "
+    "Runs that diverged are counted in the verdict and left out of the means. Two things are not the paper's: on a "
+    "GPU, runs are trained in mixed precision (bfloat16, with weights and optimizer in float32) unless their settings "
+    "say otherwise; and batch sizes, which the paper does not give, are those of its code or came closest to "
+    "its accuracies in trials (docs/paper.md), so that agreement is in part a matter of choice."
 )
 
 
 def table_section(table: Table, entries: Sequence[Comparison], records: Records) -> Section:
-    """One table of the paper beside ours, and the curves behind it."""
+    """Return one table of the paper beside ours, with its curves folded away."""
     section = Section(table.key, table.title)
     if table.ranks:
         section.blocks.append(rank_grid(table, records))
@@ -180,17 +165,17 @@ def table_section(table: Table, entries: Sequence[Comparison], records: Records)
     section.blocks.append(accuracy_grid(table, entries))
     curves = charts.convergence(table, records)
     if curves:
-        section.blocks.append(Gallery(curves))
+        section.blocks.append(Fold("Test accuracy over the epochs", [Gallery(curves)]))
     return section
 
 
 def accuracy_grid(table: Table, entries: Sequence[Comparison]) -> Grid:
-    """Published, ours, and the comparison."""
+    """Return a table of the published numbers, ours, and the comparison."""
     columns = [
         Column("row", words=True),
         Column("verdict", words=True),
-        *(Column(name, "paper") for name in ("mean ± sd", "max", "weights")),
-        *(Column(name, "ours") for name in ("last epoch", f"last {LAST}", "best epoch", "max", "weights", "n")),
+        *(Column(name, "paper") for name in ("mean ± sd", "max", "parameters")),
+        *(Column(name, "ours") for name in ("last epoch", f"last {LAST}", "best epoch", "max", "parameters", "n")),
         *(Column(name, "ours − paper") for name in ("points", "p, last", "p, best")),
     ]
     rows = []
@@ -209,19 +194,19 @@ def accuracy_grid(table: Table, entries: Sequence[Comparison]) -> Grid:
                 mean_sd(entry.late),
                 mean_sd(best),
                 number(best.max if best else None),
-                count(entry.weights),
+                count(entry.parameters),
                 Cell(str(entry.runs), entry.runs),
                 signed(difference.value if difference else None),
                 p_cell(difference.p if difference else None),
                 p_cell(of_best.p if of_best else None),
             ]
         )
-    counted = f" Weights of {', '.join(table.counted)} only." if table.counted else ""
+    counted = f" Parameters of {', '.join(table.counted)} only." if table.counted else ""
     return Grid(f"{table.title}: {settings(table)}.{counted}", columns, rows)
 
 
 def settings(table: Table) -> str:
-    """How the networks of a table are trained, or fine-tuned where it compresses."""
+    """Return in words how the networks of a table are trained, or fine-tuned where it compresses."""
     configs = [row.finetuning or row.config for row in table.rows if not row.same_as]
     epochs = " or ".join(str(value) for value in sorted({config.epochs for config in configs}))
     batches = " or ".join(str(value) for value in sorted({config.batch_size for config in configs}))
@@ -234,7 +219,7 @@ def settings(table: Table) -> str:
 
 
 def rank_grid(table: Table, records: Records) -> Grid:
-    """Published ranks beside the bound that always suffices, and our estimate where there is one."""
+    """Return a table of published ranks, the bound that always suffices, and our estimates."""
     rows = []
     for layer in table.ranks:
         bound = exact_bound(layer)
@@ -261,18 +246,18 @@ def rank_grid(table: Table, records: Records) -> Grid:
         Column("published rank is", words=True),
     ]
     largest = "The bound is the number of entries over the largest dimension."
-    ours = "Ours is where alternating least squares with a growing rank reach a fit of 0.99, with one seed."
+    ours = "Ours is the rank at which alternating least squares reach a fit of 0.99, with one seed."
     return Grid(f"{table.title}. {largest} {ours}", columns, rows)
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-def figures_section(records: Records, data_dir: str | Path | None) -> Section:
-    """The paper's figures that show results; each is there or said to be missing."""
+def figures_section(records: Records, data_dir: str | Path | None, earlier: Path) -> Section:
+    """Return the paper's figures that show results; those that cannot be drawn are named."""
     by_key = {figure.key: figure for figure in paper.figures()}
     drawn: dict[str, list[Drawing | None]] = {
-        "samples": [*figures.samples(data_dir)],
+        "samples": [*figures.samples(data_dir, earlier)],
         "lambda-progress": [figures.lambda_progress(by_key["lambda-progress"], records)],
         "lambda-before": [figures.lambda_histogram(by_key["lambda-before"], "before", records)],
         "lambda-after": [figures.lambda_histogram(by_key["lambda-after"], "after", records)],
@@ -292,14 +277,16 @@ def figures_section(records: Records, data_dir: str | Path | None) -> Section:
 
 
 def explorer_section(records: Records) -> Section:
-    """Trained networks to be truncated by hand."""
+    """Return the section in which trained networks can be truncated by hand."""
     networks = explorer.networks(records)
     section = Section("explorer", "Explorer: truncate a trained network")
     if networks:
         section.blocks += [
             Text(
-                "The same share of each layer's terms is removed, smallest |λ| first. Accuracy was measured on the "
-                "test set right after the cut, without fine-tuning, at the rates the slider stops at."
+                "The slider removes the same share of each layer's terms, smallest |λ| first. Accuracy was measured on "
+                "the test set right after the cut, without fine-tuning, at the rates the slider stops at. Where the "
+                "results have them, cuts to one budget for all layers, with other criteria and refits, are shown "
+                "beside it, before and after fine-tuning."
             ),
             Explorer(networks),
         ]
@@ -309,7 +296,7 @@ def explorer_section(records: Records) -> Section:
 
 
 def provenance(records: Records) -> Section:
-    """Versions, hardware, and how much computing it took."""
+    """Return the section on versions, hardware and computing time."""
     runs = records.all_runs()
     section = Section("provenance", "Where the numbers come from")
     diverged = sum(run.diverged is not None for run in runs)
@@ -318,35 +305,28 @@ def provenance(records: Records) -> Section:
     section.blocks.append(
         Text(
             f"{len(runs)} runs, {diverged} of them diverged. {len(papers)} belong to the paper's rows and took "
-            f"{minutes:.0f} minutes of a device, each counted with its part where several shared one. Every number of "
-            "ours on this page is computed from the result files, but for those in the explanations, which are "
+            f"{minutes:.0f} minutes of a device; runs that shared one are counted with their share of it. Every number "
+            "of ours on this page is computed from the result files, except those in the explanations, which are "
             "written by hand."
         )
     )
     keys = ("gpu", "torch", "cuda", "python", "cpnorm", "commit")
     found = Counter(tuple(str(env.get(key) or MISSING) for key in keys) for env in records.environments)
     if found:
-        section.blocks.append(
-            Grid(
-                "Environments",
-                [*(Column(key, words=True) for key in keys), Column("records")],
-                [
-                    [
-                        *(
-                            words(value[:24] if key != "commit" else short_commit(value))
-                            for key, value in zip(keys, env, strict=True)
-                        ),
-                        number(n, 0),
-                    ]
-                    for env, n in found.most_common()
-                ],
-            )
-        )
+        columns = [*(Column(key, words=True) for key in keys), Column("records")]
+        rows = [
+            [
+                *(words(short_commit(v) if k == "commit" else v[:24]) for k, v in zip(keys, environment, strict=True)),
+                number(n, 0),
+            ]
+            for environment, n in found.most_common()
+        ]
+        section.blocks.append(Fold("Environments", [Grid("Environments of the records", columns, rows)]))
     return section
 
 
 def short_commit(commit: str) -> str:
-    """Ten digits, and whether the tree had changes.
+    """Return ten digits of a commit, and whether the tree had changes.
 
     >>> short_commit("0123456789abcdef0123-dirty")
     '0123456789-dirty'

@@ -1,15 +1,18 @@
-"""Drawings of many rows at once: the overview, convergence with bands, accuracy against weights."""
+"""Drawings of many rows at once: agreement with the paper, convergence, and accuracy against parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
+from dataclasses import dataclass, replace
+from typing import Any
+
+from matplotlib.axes import Axes
 
 from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.paper.tables import Row, Table
 from cpnorm.lab.report.comparison import Comparison, last_epochs
-from cpnorm.lab.report.document import Drawing
-from cpnorm.lab.report.plots import Plot, frame
+from cpnorm.lab.report.document import Drawing, count
+from cpnorm.lab.report.drawing import DASHES, INK, NOTE, count_axis, finish, label_points, legend, panel, style
 from cpnorm.lab.report.records import Records, Run, that_learned
 from cpnorm.lab.report.statistics import mean_curve, summarize
 
@@ -17,92 +20,93 @@ STYLES = {"none": "s0", "weight": "s1", "cp": "s2", "tai": "s3"}  # a method loo
 OTHERS = ("s2", "s1", "s3", "s4", "s5", "s0")
 DATA_NAMES = {"cifar10": "CIFAR-10", "svhn": "SVHN", "mnist": "MNIST", "digits": "digits"}
 OPTIMIZERS = {"sgd": "SGD", "rmsprop": "RMSprop", "adam": "Adam", "adamw": "AdamW"}
+LEAD = "accuracy-parameters"  # the figure with which the report opens
 
 
-# --- everything at a glance -------------------------------------------------------------------------------------------
+# --- agreement with the paper -----------------------------------------------------------------------------------------
 
 
+@style()
 def overview(comparisons: Sequence[Comparison], reach: float = 3.0) -> Drawing | None:
-    """Ours minus the published mean for every row, with its 95 % interval, over the published spread."""
+    """Draw our mean minus the published one for every row, with its 95 % interval, over the published spread."""
     measured = [c for c in comparisons if c.difference]
     if not measured:
         return None
-    line, left, top = 18, 196, 34
     titles = {table.key: table.title for table in paper.tables()}
     groups = dict.fromkeys(c.row.table for c in measured)
-    height = top + line * (len(measured) + len(groups)) + 34
-    plot = Plot("", (-reach, reach), (0, 1), width=500, height=height, left=left)
-    x, parts = plot.x, []
-    for value in range(-int(reach), int(reach) + 1):
-        style = "axis" if value == 0 else "rule"
-        parts.append(f'<path class="{style}" d="M{x(value):.1f} {top - 8}V{height - 34}"/>')
-        label = f"{value:+d}".replace("-", "−") if value else "0"
-        parts.append(f'<text x="{x(value):.1f}" y="{height - 18}" text-anchor="middle">{label}</text>')
-    parts.append(
-        f'<text class="label" x="{x(0):.1f}" y="{height - 3}" text-anchor="middle">ours − paper, points</text>'
-    )
-    y = float(top)
+    lines = len(measured) + len(groups)
+    height, left = 17 * lines + 70, 152
+    figure, axes = panel("ours − paper, points", "", 380, height)
+    figure.set_layout_engine(None)
+    figure.subplots_adjust(left / 380, 40 / height, 1 - 8 / 380, 1 - 30 / height)
+    axes.set(xlim=(-reach, reach), ylim=(lines - 0.4, -0.6), yticks=[])
+    axes.xaxis.grid(True)
+    axes.axvline(0, color=INK["axis"], linewidth=1)
+    y = 0
     for key in groups:
-        parts.append(f'<text class="strong" x="0" y="{y + 4:.1f}">{escape(titles.get(key, key))}</text>')
-        y += line
+        axes.annotate(
+            titles.get(key, key),
+            (0, y),
+            xytext=(-left + 4, 0),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            va="center",
+            color=INK["ink"],
+            fontweight="bold",
+            bbox={"facecolor": INK["paper"], "edgecolor": "none", "pad": 1},  # it may reach over the grid
+        )
         for entry in (c for c in measured if c.row.table == key):
-            parts.append(_overview_row(plot, entry, y, reach))
-            y += line
-    plot.name("bar", "band", "one published sd")
-    plot.name("circle", "within", "within it")
-    plot.name("circle", "above", "above")
-    plot.name("circle", "below", "below")
-    legend, _ = plot.key(left=0)
-    svg = frame(
-        "Difference between our mean accuracy and the published one, row by row", 500, height, legend + "".join(parts)
-    )
-    return Drawing(
-        "overview",
-        svg,
+            y += 1
+            _overview_row(axes, entry, y, reach, left)
+        y += 1
+    axes.barh([-9], [0], color=INK["axis"], alpha=0.28, label="one published sd")
+    for status, name in (("within", "within it"), ("above", "above"), ("below", "below")):
+        axes.plot([], [], "o", color=INK[status], markersize=6, label=name)
+    figure.legend(loc="upper left", ncols=4, handlelength=1, columnspacing=1, borderaxespad=0.2, handletextpad=0.5)
+    caption = (
         f"Mean accuracy of the last epoch minus the published mean, {len(measured)} rows. Lines are 95 % confidence "
         "intervals of the difference (Welch), bars one published standard deviation. "
-        f"Differences beyond {reach:g} points are drawn at the edge with their size.",
+        f"Differences beyond {reach:g} points are drawn at the edge with their size."
     )
+    title = "Difference between our mean accuracy and the published one, row by row"
+    return finish(figure, "overview", title, caption)
 
 
-def _overview_row(plot: Plot, entry: Comparison, y: float, reach: float) -> str:
-    x, difference, published = plot.x, entry.difference, entry.row.published
+def _overview_row(axes: Axes, entry: Comparison, y: float, reach: float, left: float) -> None:
+    difference, published = entry.difference, entry.row.published
     assert difference is not None
     assert published is not None
 
     def inside(value: float) -> float:
-        return x(max(-reach, min(reach, value)))
+        return max(-reach, min(reach, value))
 
-    parts = [f'<text x="12" y="{y + 4:.1f}">{escape(entry.row.name)}</text>']
+    place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center"}
+    axes.annotate(entry.row.name, (0, y), xytext=(-left + 14, 0), **place)
     if published.sd:
         low, high = inside(-published.sd), inside(published.sd)
-        parts.append(
-            f'<rect class="bar band" x="{low:.1f}" y="{y - 5:.1f}" width="{max(high - low, 1):.1f}" height="10"/>'
-        )
+        axes.barh([y], [max(high - low, 0.03)], 0.62, left=[low], color=INK["axis"], alpha=0.28, linewidth=0)
     if difference.low is not None and difference.high is not None:
-        ends = inside(difference.low), inside(difference.high)
-        parts.append(f'<path class="whisker {entry.status}" d="M{ends[0]:.1f} {y:.1f}H{ends[1]:.1f}"/>')
-    note = f"{entry.row.key}: {difference.value:+.2f} points, {entry.words}".replace("-", "−")
+        ends = [inside(difference.low), inside(difference.high)]
+        axes.plot(ends, [y, y], color=INK[entry.status], linewidth=1.3, alpha=0.8)
+    note = f"{NOTE}{entry.row.key}: {difference.value:+.2f} points, {entry.words}".replace("-", "−")
     at = inside(difference.value)
-    parts.append(
-        f'<circle class="dot {entry.status}" cx="{at:.1f}" cy="{y:.1f}" r="4"><title>{escape(note)}</title></circle>'
+    axes.plot(
+        [at], [y], "o", color=INK[entry.status], markersize=7, gid=note, markeredgecolor=INK["paper"], clip_on=False
     )
     if abs(difference.value) > reach:
         nearest = difference.low if difference.value > 0 else difference.high
         edge = inside(difference.value if nearest is None else nearest)
-        # Behind the interval; where that ends at the right edge there is no room, but to the left of the dot there is.
-        beside = difference.value < 0 and edge < x(reach) - 30
-        x_text, anchor = (edge + 8, "start") if beside else (min(edge, at) - 8, "end")
-        text = f"{difference.value:+.1f}".replace("-", "−")
-        parts.append(f'<text x="{x_text:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}">{text}</text>')
-    return "".join(parts)
+        # Beyond the interval; where that reaches the right edge there is no room, but left of the dot there is.
+        beside = difference.value < 0 and edge < reach - 0.8
+        x, align = (edge + 0.2, "left") if beside else (min(edge, at) - 0.2, "right")
+        axes.text(x, y, f"{difference.value:+.1f}".replace("-", "−"), ha=align, va="center")
 
 
 # --- convergence ------------------------------------------------------------------------------------------------------
 
 
 def convergence(table: Table, records: Records) -> list[Drawing]:
-    """Test accuracy over the epochs, mean and one sd, one drawing for each optimizer of a table."""
+    """Draw test accuracy over the epochs, mean and one sd, once for each optimizer of a table."""
     panels: dict[str, list[Row]] = {}
     for row in table.rows:
         if row.same_as and row.table != "init-sgd":  # the networks before compression have their curves elsewhere
@@ -126,129 +130,150 @@ def convergence(table: Table, records: Records) -> list[Drawing]:
     return drawings
 
 
+@style()
 def curves(key: str, title: str, series: Sequence[tuple[str, str, Sequence[Run]]]) -> Drawing | None:
-    """Mean and band of each named set of runs."""
+    """Draw the mean and one standard deviation of each named set of runs."""
     lines = [
-        (f"{name} (n = {len(shown)})", style, mean_curve([run.curve for run in shown]))
-        for name, style, runs in series
+        (f"{name} (n = {len(shown)})", colour, mean_curve([run.curve for run in shown]))
+        for name, colour, runs in series
         if (shown := that_learned(runs)) and all(run.curve for run in shown)
     ]
     if not lines:
         return None
     epochs = max(len(summaries) for _, _, summaries in lines)
-    # The steep start would flatten all that matters: it leaves the frame where a twelfth of the epochs is over.
+    # The steep start would flatten everything else: what happens in the first twelfth of the epochs may be cut off.
     starts = [summaries[min(len(summaries) - 1, epochs // 12)] for _, _, summaries in lines]
     low = min(start.mean - (start.sd or 0) for start in starts)
     high = max(s.mean + (s.sd or 0) for _, _, summaries in lines for s in summaries)
-    margin = 0.06 * (high - low)
-    plot = Plot(
-        f"Test accuracy over the epochs: {title}",
-        (1, epochs),
-        (low - margin, min(high + margin, 100.0)),
-        x_label="epoch",
-        y_label="test accuracy, %",
-    )
-    for name, style, summaries in lines:
-        if len(summaries) > 1:
-            over = list(enumerate(summaries, 1))
-            if any(s.sd for s in summaries):
-                lower = [(epoch, s.mean - (s.sd or 0)) for epoch, s in over]
-                plot.band(lower, [(epoch, s.mean + (s.sd or 0)) for epoch, s in over], style)
-            plot.line([(epoch, s.mean) for epoch, s in over], style, name)
-        else:
-            plot.dot((1, summaries[0].mean), style, name)
-            plot.name("circle", style, name)
+    margin = 0.06 * (high - low) or 0.5
+    figure, axes = panel("epoch", "test accuracy, %")
+    axes.set(xlim=(1, max(epochs, 2)), ylim=(low - margin, min(high + margin, 100.0)))
+    for name, colour, summaries in lines:
+        means, spreads = [s.mean for s in summaries], [s.sd or 0 for s in summaries]
+        over = range(1, len(summaries) + 1)
+        if any(spreads):
+            below, above = zip(*((m - d, m + d) for m, d in zip(means, spreads, strict=True)), strict=True)
+            axes.fill_between(over, below, above, color=INK[colour], alpha=0.16, linewidth=0)
+        mark = {"linestyle": DASHES.get(colour, "-")} if len(summaries) > 1 else {"marker": "o", "linestyle": ""}
+        axes.plot(over, means, color=INK[colour], linewidth=1.8, label=name, **mark)
+    legend(figure, axes)
     caption = f"{title}: mean and one standard deviation over the seeds, as far as all of them ran."
     if left_out := sum(len(runs) - len(that_learned(runs)) for _, _, runs in series):
         caption += f" Not drawn: {left_out} of the runs, which never learned."
-    return Drawing(f"curve-{key}", plot.svg(), caption)
+    return finish(figure, f"curve-{key}", f"Test accuracy over the epochs: {title}", caption)
 
 
-# --- accuracy against weights -----------------------------------------------------------------------------------------
+# --- accuracy against parameters --------------------------------------------------------------------------------------
 
 
-def accuracy_against_weights(records: Records, own_rows: Sequence[str]) -> list[Drawing]:
-    """One drawing for each data set: the paper's points, our runs of its rows, plain networks, our own recipes."""
-    drawings = []
-    for data, name in DATA_NAMES.items():
-        published, plain, again, own = _points(data, records, own_rows)
-        if not (plain or again or own):
-            continue
-        points = [*published, *plain, *again, *own]
-        xs, ys = [p[0] for p in points], [p[1] for p in points]
-        # One network that failed must not press all others into a line.
-        low = max(min(ys), sorted(ys)[len(ys) // 2] - 12)
-        margin = 0.08 * (max(ys) - low) + 0.05
-        plot = Plot(
-            f"Accuracy against weights on {name}",
-            (min(xs) / 1.5, max(xs) * 3),  # names stand to the right of their points
-            (low - margin, min(max(ys) + margin, 100.0)),
-            x_label="weights",
-            y_label="test accuracy, %",
-            log_x=True,
-        )
-        kinds = (
-            (published, "hollow", "circle", "published"),
-            (again, "s2", "circle", "the paper's rows, ours"),
-            (plain, "s0", "square", "plain networks, ours"),
-            (own, "s1", "diamond", "our recipes"),
-        )
-        for entries, style, shape, label in kinds:
-            for x, y, spread, note in entries:
-                named = entries is own and _is_best_of_its_size((x, y), own)
-                name_beside = note.partition(":")[0].rpartition("/")[2] if named else ""
-                plot.dot((x, y), style, note, shape=shape, spread=spread, label=name_beside)
-            if entries:
-                plot.name(shape, style, label)
-        caption = (
-            f"{name}: mean accuracy of the last epoch, lines one standard deviation; weights on a logarithmic scale."
-        )
-        if below := [note for _, y, _, note in points if y < low - margin]:
-            caption += f" Below the frame: {'; '.join(below)}."
-        drawings.append(Drawing(f"weights-{data}", plot.svg(), caption))
-    return drawings
+@dataclass(frozen=True)
+class Mark:
+    """One network in a drawing of accuracy against parameters."""
+
+    parameters: float
+    accuracy: float
+    sd: float
+    row: str
+    note: str
 
 
-Marked = tuple[float, float, float, str]  # weights, accuracy, sd, note
+Kinds = dict[str, list[Mark]]
+LOOKS = {  # kind: colour, marker, name in the legend
+    "published": ("soft", "o", "the paper"),
+    "again": ("s2", "o", "the paper's canonical rows, run here"),
+    "own": ("s1", "D", "our recipes in canonical form"),
+    "peers": ("s0", "s", "peers: plain, weight-normalised, low-rank"),
+}
 
 
-def _is_best_of_its_size(point: tuple[float, float], points: Sequence[Marked]) -> bool:
-    """Whether none with as many weights, give or take a tenth, is more accurate: the others' names would cover it."""
-    weights, accuracy = point
-    return all(y <= accuracy for x, y, *_ in points if 0.9 < x / weights < 1.1)
+def accuracy_against_parameters(records: Records, own_rows: Sequence[str]) -> list[Drawing]:
+    """Draw accuracy against parameters for each data set: the paper's points, our runs, our recipes, and peers."""
+    kinds = {data: marks_of(data, records, own_rows) for data in DATA_NAMES}
+    return [
+        _scatter(f"weights-{data}", name, kinds[data]) for data, name in DATA_NAMES.items() if _measured(kinds[data])
+    ]
 
 
-def _points(
-    data: str, records: Records, own_rows: Sequence[str]
-) -> tuple[list[Marked], list[Marked], list[Marked], list[Marked]]:
-    published: list[Marked] = []
-    plain: list[Marked] = []
-    again: list[Marked] = []
+def lead(records: Records, own_rows: Sequence[str], data: str = "cifar10") -> Drawing | None:
+    """Draw the figure that opens the report: accuracy against parameters on CIFAR-10, for wide and narrow screens."""
+    kinds = marks_of(data, records, own_rows)
+    if not _measured(kinds):
+        return None
+    wide = _scatter(LEAD, DATA_NAMES[data], kinds, 720, 400)
+    return replace(wide, narrow=_scatter(f"{LEAD}-narrow", DATA_NAMES[data], kinds, 390, 400).svg)
+
+
+def _measured(kinds: Kinds) -> bool:
+    return any(kinds[kind] for kind in ("again", "own", "peers"))
+
+
+@style()
+def _scatter(key: str, name: str, kinds: Kinds, width: int = 420, height: int = 330) -> Drawing:
+    marks = [mark for group in kinds.values() for mark in group]
+    sizes, accuracies = [m.parameters for m in marks], sorted(m.accuracy for m in marks)
+    # One network that failed must not press all others into a line.
+    low = max(accuracies[0], accuracies[len(accuracies) // 2] - 12)
+    margin = 0.08 * (accuracies[-1] - low) + 0.05
+    bottom, top = low - margin, min(accuracies[-1] + margin, 100.0)
+    figure, axes = panel("parameters of the network, logarithmic", "test accuracy, %", width, height)
+    axes.set_ylim(bottom, top)
+    count_axis(axes, min(sizes) / 1.5, max(sizes) * 1.5)
+    for kind, (colour, shape, label) in LOOKS.items():
+        face = "none" if kind == "published" else INK[colour]
+        edge = INK[colour] if kind == "published" else INK["paper"]
+        look: dict[str, Any] = {"marker": shape, "linestyle": "", "markersize": 7}
+        look |= {"markerfacecolor": face, "markeredgecolor": edge}
+        for mark in kinds[kind]:
+            if mark.sd:
+                axes.plot([mark.parameters] * 2, [mark.accuracy - mark.sd, mark.accuracy + mark.sd], color=INK[colour])
+            axes.plot([mark.parameters], [mark.accuracy], gid=NOTE + mark.note, **look)
+        if kinds[kind]:
+            axes.plot([], [], label=label, **look)
+    legend(figure, axes, 2 if width > 600 else 1)
+    front = sorted((m for m in kinds["own"] if _is_on_the_front(m, kinds["own"])), key=lambda m: m.parameters)
+    points = [(m.parameters, m.accuracy) for m in front]
+    axes.plot(*zip(*points, strict=True), color=INK["s1"], linewidth=1, alpha=0.5, zorder=1) if points else None
+    labels = [(m.parameters, m.accuracy, f"{m.accuracy:.1f} %, {count(m.parameters).text}") for m in front]
+    label_points(axes, labels, [(m.parameters, max(m.accuracy, bottom)) for m in marks])
+    caption = (
+        f"{name}: mean accuracy of the last epoch against the number of parameters; lines are one standard deviation."
+    )
+    if below := [mark.note for mark in marks if mark.accuracy < bottom]:
+        caption += f" Below the frame: {'; '.join(below)}."
+    return finish(figure, key, f"Accuracy against parameters on {name}", caption)
+
+
+def _is_on_the_front(mark: Mark, marks: Sequence[Mark]) -> bool:
+    """Return True if no network with as few parameters, give or take a tenth, is more accurate."""
+    return all(other.accuracy <= mark.accuracy for other in marks if other.parameters < 1.1 * mark.parameters)
+
+
+def marks_of(data: str, records: Records, own_rows: Sequence[str]) -> Kinds:
+    """Return the networks of a data set by kind: published, the paper's rows run again, our recipes, and peers."""
+    kinds: Kinds = {kind: [] for kind in LOOKS}
     for row in paper.rows():
         if row.config.data != data or row.same_as:
             continue
-        counted = paper.table(row.table).counted
-        if row.published and row.published.weights and counted is None:
-            numbers = row.published
-            published.append((numbers.weights or 0, numbers.mean, 0.0, f"paper, {row.key}: {numbers.mean:.2f} %"))
-        mark = _mark(row.key, records)
-        if mark:
-            (plain if row.config.norm in ("none", "weight") and not row.truncation else again).append(mark)
-    own: list[Marked] = []
+        published = row.published
+        if published and published.weights and paper.table(row.table).counted is None:
+            note = f"paper, {row.key}: {published.mean:.2f} %"
+            kinds["published"].append(Mark(published.weights, published.mean, 0.0, row.key, note))
+        if mark := _mark(row.key, records):
+            kinds["again" if (row.finetuning or row.config).norm == "cp" else "peers"].append(mark)
     for key in own_rows:
         settings = next((run.config for run in records.finished(key)), {})
         if settings.get("data") == data and (mark := _mark(key, records)):
-            (plain if settings.get("norm") == "none" else own).append(mark)
-    return published, plain, again, own
+            kinds["own" if settings.get("norm") == "cp" else "peers"].append(mark)
+    return kinds
 
 
-def _mark(key: str, records: Records) -> Marked | None:
+def _mark(key: str, records: Records) -> Mark | None:
     everything = records.finished(key)
     runs = that_learned(everything)
     accuracy = last_epochs(runs)
-    weights = summarize(run.parameters for run in runs if run.parameters)
-    if not accuracy or not weights:
+    parameters = summarize(run.parameters for run in runs if run.parameters)
+    if not accuracy or not parameters:
         return None
-    note = f"{key}: {accuracy.mean:.2f} %, {weights.mean:,.0f} weights, n = {accuracy.n}"
+    note = f"{key}: {accuracy.mean:.2f} %, {parameters.mean:,.0f} parameters, n = {accuracy.n}"
     note += f" of {len(everything)}, the others never learned" if len(runs) < len(everything) else ""
-    return weights.mean, accuracy.mean, accuracy.sd or 0.0, note
+    return Mark(parameters.mean, accuracy.mean, accuracy.sd or 0.0, key, note)

@@ -1,4 +1,4 @@
-"""Our runs beside the paper's numbers, row by row, with a verdict in words computed from both."""
+"""Compare our runs with the paper's numbers row by row; the verdict in words is computed from both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Status = Literal["within", "above", "below", "missing"]
 
 @dataclass(frozen=True)
 class Comparison:
-    """One row: the published numbers, ours, and how they stand to each other."""
+    """One row: the published numbers, ours, and how they compare."""
 
     row: Row
     runs: int  # those that did not diverge
@@ -30,7 +30,7 @@ class Comparison:
     last: Summary | None  # accuracies of the last epoch: what stands beside the published mean
     late: Summary | None  # of each run's mean over its last 20 epochs
     best: Summary | None  # of each run's best epoch: its maximum stands beside the published maximum
-    weights: int | None
+    parameters: int | None
     difference: Difference | None  # last epoch minus published mean
     difference_of_best: Difference | None
     status: Status
@@ -39,7 +39,7 @@ class Comparison:
 
 
 def compare(row: Row, table: Table, records: Records) -> Comparison:
-    """What our runs say about one published accuracy."""
+    """Compare our runs with one published accuracy."""
     source = row.same_as or row.key
     runs = records.finished(source)
     diverged = len(records.runs.get(source, [])) - len(runs)
@@ -51,34 +51,46 @@ def compare(row: Row, table: Table, records: Records) -> Comparison:
     status, words = _verdict(published, last, difference, diverged)
     _, words_of_best = _verdict(published, best, of_best, 0)
     words += _never_learned(runs)
-    weights = _weights(row, table, records)
+    parameters = _parameters(row, table, records)
     return Comparison(
-        row, len(runs), diverged, theirs, last, late, best, weights, difference, of_best, status, words, words_of_best
+        row,
+        len(runs),
+        diverged,
+        theirs,
+        last,
+        late,
+        best,
+        parameters,
+        difference,
+        of_best,
+        status,
+        words,
+        words_of_best,
     )
 
 
 def last_epochs(runs: list[Run]) -> Summary | None:
-    """Of the accuracies at the end."""
+    """Summarise the accuracies of the last epoch."""
     return summarize(run.accuracy_last for run in runs if run.accuracy_last is not None)
 
 
 def best_epochs(runs: list[Run]) -> Summary | None:
-    """Of each run's best accuracy on the test set."""
+    """Summarise each run's best accuracy on the test set."""
     return summarize(run.accuracy_best for run in runs if run.accuracy_best is not None)
 
 
 def over_the_last(epochs: int) -> Callable[[list[Run]], Summary | None]:
-    """Of each run's mean over so many epochs at its end."""
+    """Return a function that summarises each run's mean over its last epochs."""
     return lambda runs: summarize(fmean(run.curve[-epochs:]) for run in runs if run.curve)
 
 
 def late_epochs(runs: list[Run]) -> Summary | None:
-    """Of each run's mean over its last 20 epochs: steadier than one epoch, and none chosen. Short runs have none."""
+    """Summarise each run's mean over its last 20 epochs, which varies less than one epoch; short runs are left out."""
     return over_the_last(LAST)([run for run in runs if len(run.curve) >= 2 * LAST])
 
 
 def published_mean(row: Row) -> float:
-    """Of a row that the paper has."""
+    """Return the published mean of a row of the paper."""
     assert row.published is not None
     return row.published.mean
 
@@ -103,7 +115,7 @@ def _verdict(
 
 
 def _never_learned(runs: list[Run]) -> str:
-    """Such runs count in the mean, but are not hidden in it."""
+    """Say how many runs never learned: they count in the mean, but are not hidden in it."""
     others = last_epochs(learned := that_learned(runs))
     if others is None or others.sd is None or len(learned) == len(runs):
         return ""
@@ -118,7 +130,7 @@ def _position(published: Published, value: float) -> tuple[Status, str]:
 
 
 def p_words(p: float | None) -> str:
-    """For a sentence, in one piece: its spaces do not break.
+    """Return a p value for a sentence, with spaces that do not break.
 
     >>> p_words(0.41234), p_words(0.00001)
     ('p\xa0=\xa00.41', 'p\xa0<\xa00.001')
@@ -129,11 +141,11 @@ def p_words(p: float | None) -> str:
     return text.replace(" ", "\xa0")
 
 
-# --- ranks and weights ------------------------------------------------------------------------------------------------
+# --- ranks and parameters ---------------------------------------------------------------------------------------------
 
 
 def exact_bound(layer: LayerRank) -> int:
-    """Terms that always suffice for a tensor of this size: the number of its entries over its largest dimension.
+    """Return how many terms always suffice for a tensor of this size: its entries over its largest dimension.
 
     >>> exact_bound(LayerRank("features.3", (64, 192, 3, 3), 571))
     576
@@ -141,12 +153,12 @@ def exact_bound(layer: LayerRank) -> int:
     return math.prod(layer.size) // max(layer.size)
 
 
-def _weights(row: Row, table: Table, records: Records) -> int | None:
-    """Of the whole network, or of the layers a table counts: what the compression left of them."""
-    own = _measured_weights(row.same_as or row.key, records)
+def _parameters(row: Row, table: Table, records: Records) -> int | None:
+    """Count the parameters of the whole network, or of the layers that a table counts, after the truncation."""
+    own = _measured_parameters(row.same_as or row.key, records)
     if table.counted is None or own is None:
         return own
-    start = _measured_weights(row.starts_from or row.same_as or row.key, records)
+    start = _measured_parameters(row.starts_from or row.same_as or row.key, records)
     counted = [layer for layer in paper.ALEXNET_RANKS if layer.layer in table.counted]
     if row.config.norm == "cp":
         before = sum(1 + layer.rank * (1 + sum(layer.size)) for layer in counted)
@@ -155,6 +167,6 @@ def _weights(row: Row, table: Table, records: Records) -> int | None:
     return None if start is None else before - (start - own)  # the other layers are left as they were
 
 
-def _measured_weights(key: str, records: Records) -> int | None:
+def _measured_parameters(key: str, records: Records) -> int | None:
     counts = [run.parameters for run in records.finished(key) if run.parameters is not None]
     return round(sum(counts) / len(counts)) if counts else None

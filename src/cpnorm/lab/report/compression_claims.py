@@ -1,4 +1,4 @@
-"""The paper's claims about compression, each answered from our runs with a test, or left as not measured yet."""
+"""The paper's claims about compression: each is answered from our runs with a test, or not measured yet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOLERATED = 1.0  # points of accuracy that compression may cost
 
 
 def compresses(records: Records) -> Claim:
-    """Accuracy after truncation and fine-tuning, against the untruncated networks and the plain one."""
+    """Compare the accuracy after truncation and fine-tuning with that of the whole and of the plain networks."""
     lines: list[tuple[str, Row, Summary, Summary, Summary | None]] = []
     for key in ("compress-cifar10", "compress-svhn", "compress-mnist"):
         whole_row, *cut_rows = paper.table(key).rows
@@ -36,19 +36,19 @@ def compresses(records: Records) -> Claim:
         "Accuracy of the last epoch after truncation and 20 epochs of fine-tuning",
         [
             Column("network, terms removed", words=True),
-            Column("weights"),
+            Column("parameters"),
             Column("accuracy, %"),
             Column("points", "− whole networks"),
             Column("p", "− whole networks"),
-            Column("accuracy, %", "the network cut"),
-            Column("points", "− the network cut"),
+            Column("accuracy, %", "truncated network"),
+            Column("points", "− truncated network"),
             Column("points", "− no normalisation"),
             Column("p", "− no normalisation"),
         ],
         [
             [
                 words(name),
-                count_cell(_weights(records, row)),
+                count_cell(_parameters(records, row)),
                 mean_sd(cut),
                 *difference_cells(loss),
                 words(" or ".join(f"{before:.2f}" for before in sorted(set(starts))) or MISSING),
@@ -56,13 +56,13 @@ def compresses(records: Records) -> Claim:
                 *difference_cells(gain),
             ]
             for (name, row, cut, whole, _), loss, gain in zip(lines, losses, gains, strict=True)
-            for starts in [_before_the_cut(records, row)]
+            for starts in [_before_truncation(records, row)]
         ],
     )
     tested = [(line, loss) for line, loss in zip(lines, losses, strict=True) if loss and loss.p is not None]
     if not tested:
         return Claim("compression", COMPRESSION_QUESTION, COMPRESSION_PAPER, NOT_MEASURED, "", grid if lines else None)
-    sentences, kept = [], 0
+    sentences, kept, spared = [], 0, []
     for network in dict.fromkeys(line[0].partition(",")[0] for line, _ in tested):
         safe = [
             truncation.rate or 0.0
@@ -70,6 +70,7 @@ def compresses(records: Records) -> Claim:
             if (truncation := line[1].truncation) and line[0].startswith(network) and _is_kept(loss)
         ]
         kept += bool(safe)
+        spared += [f"{100 * max(safe):g} % ({network})"] if safe else []
         sentences.append(
             f"{network}: no loss is shown with {100 * max(safe):g} % of the terms gone."
             if safe
@@ -77,17 +78,20 @@ def compresses(records: Records) -> Claim:
         )
     answer = "Yes." if kept == len(sentences) else "Partly." if kept else "No."
     explanation = (
-        " ".join(sentences) + f" A loss is one that the test shows against the mean of the whole networks, or a mean "
-        f"more than {TOLERATED:g} point lower: few runs show little, and bad last epochs of those hide a loss. "
-        "The network that was cut is the best of its seeds, chosen on the test set as in the paper. Where it was not "
-        "kept it was trained again with the same seed, which on a GPU ends elsewhere; where there are two, later seeds "
-        "found a better one, or it was trained again twice. The difference to it leaves all that out."
+        " ".join(sentences) + f" A loss is a significant difference from the mean of the whole networks, or a mean "
+        f"more than {TOLERATED:g} point lower: few runs show little, and bad last epochs of the whole networks hide a "
+        "loss. The truncated network is the best of its seeds, chosen on the test set as in the paper. Where it was "
+        "not kept it was trained again with the same seed, which on a GPU does not end at the same weights; where "
+        "there are two, later seeds found a better one, or it was trained again twice. The difference from the "
+        "truncated network itself is free of these effects."
     )
-    return Claim("compression", COMPRESSION_QUESTION, COMPRESSION_PAPER, answer, explanation, grid)
+    outcome = f"shows no loss with {' and '.join(spared)} of the terms removed" if spared else "loses at every rate"
+    headline = f"After 20 epochs of fine-tuning, truncation by λ {outcome}."
+    return Claim("compression", COMPRESSION_QUESTION, COMPRESSION_PAPER, answer, explanation, grid, headline)
 
 
-def _before_the_cut(records: Records, row: Row) -> list[float]:
-    """Accuracies of the networks that a row's runs began with."""
+def _before_truncation(records: Records, row: Row) -> list[float]:
+    """Return the accuracies of the networks that were truncated for a row's runs."""
     return [value for run in records.finished(row.key) if (value := run.accuracy_before_truncation) is not None]
 
 
@@ -99,13 +103,13 @@ COMPRESSION_QUESTION = "Does compression by λ work?"
 COMPRESSION_PAPER = "Consequently, the CP-formulation allows straightforward weight compression by truncation."
 
 
-def _weights(records: Records, row: Row) -> float | None:
+def _parameters(records: Records, row: Row) -> float | None:
     summary = summarize(run.parameters for run in records.finished(row.key) if run.parameters is not None)
     return summary.mean if summary else None
 
 
 def against_tai(records: Records) -> Claim:
-    """Ten times fewer weights in the convolutions, by truncation or by Tai et al.'s low rank."""
+    """Compare truncation with Tai et al.'s low-rank form, both with a tenth of the convolutions' parameters."""
     rows = paper.row("tai/canonical-91"), paper.row("tai/low-rank-90")
     measures = {
         "last epoch": last_epochs,
@@ -134,10 +138,11 @@ def against_tai(records: Records) -> Claim:
     if first and first.p is not None:
         better = "more accurate" if first.value > 0 else "less accurate"
         explanation = (
-            f"With about a tenth of the convolutions' weights, truncation is by the last epoch {abs(first.value):.2f} "
-            f"points {better} than the low-rank form ({p_words(first.p)}). By the {counts.total} measures below it is "
-            f"significantly more accurate in {counts.above}, less in {counts.below}; best epochs are chosen on the "
-            "test set. " + f"Published: {gap:+.2f} points.".replace("-", "−")
+            "With about a tenth of the convolutions' parameters, truncation is by the last epoch "
+            f"{abs(first.value):.2f} points {better} than the low-rank form ({p_words(first.p)}). "
+            f"By the {counts.total} measures below it is significantly more accurate in {counts.above}, less in "
+            f"{counts.below}; best epochs are chosen on the test set. "
+            + f"Published: {gap:+.2f} points.".replace("-", "−")
         )
     return Claim(
         "tai",

@@ -1,4 +1,4 @@
-"""What a report is made of. It is built once from the results; page.py and markdown.py only render it."""
+"""The parts of a report. It is built once from the results; page.py and markdown.py only render it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MISSING = "–"
 
 @dataclass(frozen=True)
 class Cell:
-    """What is read, and the number it is sorted by."""
+    """A text of a table, and the number by which it is sorted."""
 
     text: str
     value: float | None = None
@@ -24,7 +24,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A heading; neighbours of one group share a second heading above."""
+    """A heading; neighbouring columns of one group share a second heading above."""
 
     name: str
     group: str = ""
@@ -42,7 +42,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph; the lead says the main thing first."""
+    """A paragraph; its lead is set in bold."""
 
     text: str
     lead: str = ""
@@ -56,6 +56,8 @@ class Drawing:
     key: str  # also the name of its file beside the Markdown
     svg: str
     caption: str
+    narrow: str = ""  # another SVG for narrow screens
+    kept: bytes = b""  # in place of svg: the file of an earlier report, whose data are not at hand
 
 
 @dataclass(frozen=True)
@@ -67,17 +69,25 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Explorer:
-    """Trained networks whose truncation was measured at several rates."""
+    """Trained networks whose truncation was measured."""
 
     networks: Sequence[Mapping[str, Any]]
 
 
-Block = Grid | Text | Gallery | Explorer
+@dataclass(frozen=True)
+class Fold:
+    """Details that are read on request: a line, and what it opens."""
+
+    summary: str
+    blocks: Sequence[Block]
+
+
+Block = Grid | Text | Gallery | Explorer | Fold
 
 
 @dataclass
 class Section:
-    """A heading and what stands below it."""
+    """A heading and the content below it."""
 
     key: str
     title: str
@@ -87,23 +97,40 @@ class Section:
 
 @dataclass
 class Document:
-    """The whole report."""
+    """The whole report: a figure and a few sentences to remember, then the sections."""
 
     title: str
-    summary: str
+    lead: Drawing | None
+    sentences: Sequence[str]
     sections: list[Section]
+
+    def drawings(self) -> list[Drawing]:
+        """Return every drawing of the report, the leading one first."""
+        return ([self.lead] if self.lead else []) + [d for section in self.sections for d in _drawings(section)]
+
+
+def _drawings(section: Section) -> list[Drawing]:
+    blocks = list(section.blocks)
+    found: list[Drawing] = []
+    while blocks:
+        block = blocks.pop(0)
+        if isinstance(block, Fold):
+            blocks[:0] = block.blocks
+        elif isinstance(block, Gallery):
+            found += block.drawings
+    return found + [drawing for below in section.sections for drawing in _drawings(below)]
 
 
 # --- numbers as cells -------------------------------------------------------------------------------------------------
 
 
 def words(text: str, tone: Tone = "") -> Cell:
-    """Text, sorted as text."""
+    """Return a cell of text, sorted as text."""
     return Cell(text, None, tone)
 
 
 def number(value: float | None, digits: int = 2) -> Cell:
-    """With so many digits, or a dash.
+    """Return a cell of a number with this many digits, or a dash.
 
     >>> number(-1.5).text, number(None).text
     ('−1.50', '–')
@@ -112,7 +139,7 @@ def number(value: float | None, digits: int = 2) -> Cell:
 
 
 def signed(value: float | None, digits: int = 2) -> Cell:
-    """With its sign, and none for what rounds to zero."""
+    """Return a cell of a number with its sign; what rounds to zero has none."""
     if value is None:
         return Cell(MISSING)
     text = f"{value:+.{digits}f}"
@@ -120,7 +147,7 @@ def signed(value: float | None, digits: int = 2) -> Cell:
 
 
 def count(value: float | None) -> Cell:
-    """Of weights or operations; as the paper prints them from 0.1 M on.
+    """Return a cell of a number of parameters or operations; from 0.1 M on as the paper prints them.
 
     >>> count(9_253_171).text, count(910_000).text, count(12_345).text, count(8).text
     ('9.25 M', '0.91 M', '12.3 k', '8')
@@ -134,7 +161,7 @@ def count(value: float | None) -> Cell:
 
 
 def mean_sd(summary: Summary | None, digits: int = 2) -> Cell:
-    """Sorted by the mean."""
+    """Return a cell of a mean and its standard deviation, sorted by the mean."""
     if summary is None:
         return Cell(MISSING)
     spread = "" if summary.sd is None else f" ± {summary.sd:.{digits}f}"
@@ -142,7 +169,7 @@ def mean_sd(summary: Summary | None, digits: int = 2) -> Cell:
 
 
 def p_cell(p: float | None) -> Cell:
-    """Small ones as a bound."""
+    """Return a cell of a p value; small ones are given as a bound."""
     if p is None:
         return Cell(MISSING)
     return Cell("< 0.001" if p < 0.001 else f"{p:.3f}", p)

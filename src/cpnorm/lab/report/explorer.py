@@ -1,4 +1,4 @@
-"""What the report's explorer shows: trained networks, their lambdas, and the accuracy measured at every rate."""
+"""What the report's explorer shows: trained networks, their lambdas, and the accuracy measured after every cut."""
 
 from __future__ import annotations
 
@@ -6,20 +6,28 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from cpnorm.lab.report.records import Records, Run, numbers
+from cpnorm.lab.paper import beyond
+from cpnorm.lab.paper import tables as paper
+from cpnorm.lab.report.document import MISSING, Cell, Column, Explorer, Grid, count, number, words
+from cpnorm.lab.report.records import LARGEST, Records, Run, numbers
 
 SHOWN_LAMBDAS = 100  # of a layer; more make the page heavy and the drawing no finer
+SHOWN_NETWORKS = 60
 
 
 def networks(records: Records) -> list[Mapping[str, Any]]:
-    """What the explorer shows, checked and thinned out; networks whose record does not hold together are left out."""
+    """Return what the explorer shows, checked and thinned out, networks with the most cuts first.
+
+    Networks whose record does not hold together are left out.
+    """
     found: list[Mapping[str, Any]] = []
     for run in records.all_runs():
         explorer = run.raw.get("explorer")
-        network = _network(run, explorer) if isinstance(explorer, dict) and run.diverged is None else None
-        if network:
-            found.append(network)
-    return found
+        if not isinstance(explorer, dict) or run.diverged is not None:
+            continue
+        if network := _network(run, explorer):
+            found.append(network | {"cuts": [*_budgets(explorer), *_cuts(run, records)]})
+    return sorted(found, key=lambda network: -len(network["cuts"]))[:SHOWN_NETWORKS]
 
 
 def _network(run: Run, explorer: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -31,17 +39,16 @@ def _network(run: Run, explorer: Mapping[str, Any]) -> dict[str, Any] | None:
         if not isinstance(entry, dict):
             return None
         lambdas = sorted((abs(value) for value in numbers(entry.get("lambdas"))), reverse=True)
-        rank, term = entry.get("rank"), entry.get("term_weights")
-        if not lambdas or not isinstance(rank, int) or not isinstance(term, int):
+        rank, term = _size(entry.get("rank")), _size(entry.get("term_weights"))
+        if not lambdas or rank is None or term is None:
             return None
         step = max(1, math.ceil(len(lambdas) / SHOWN_LAMBDAS))
-        flops = entry.get("flops_per_term")
         layers.append(
             {
                 "name": str(name),
                 "rank": rank,
                 "term": term,
-                "flops": flops if isinstance(flops, int) else None,
+                "flops": _size(entry.get("flops_per_term")),
                 "lambdas": [float(f"{value:.3g}") for value in lambdas[::step]],
             }
         )
@@ -53,3 +60,72 @@ def _network(run: Run, explorer: Mapping[str, Any]) -> dict[str, Any] | None:
         "accuracy": [value for _, value in ordered],
         "layers": layers,
     }
+
+
+def _size(value: Any) -> int | None:
+    return value if isinstance(value, int) and 0 <= value <= LARGEST else None
+
+
+def _budgets(explorer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return cuts to global budgets that were measured with the network itself, without fine-tuning."""
+    entries = explorer.get("budgets")
+    cuts = []
+    for entry in entries if isinstance(entries, list) else []:
+        if isinstance(entry, dict) and len(found := numbers([entry.get("parameters"), entry.get("accuracy")])) == 2:
+            name = _description(entry | {"params": found[0]})
+            cuts.append({"name": name, "parameters": found[0], "cut": found[1], "tuned": None})
+    return cuts
+
+
+def _cuts(network: Run, records: Records) -> list[dict[str, Any]]:
+    """Return the fine-tuned cuts of a network that have a row of their own."""
+    cuts = []
+    for row in (*paper.rows(), *beyond.rows()):
+        for run in records.finished(row.key) if row.starts_from == network.row else ():
+            same_seed = run.truncation_settings.get("start") == "same" and run.seed == network.seed
+            if run.parameters and (same_seed or run.accuracy_before_truncation == network.accuracy_last):
+                cuts.append(
+                    {
+                        "name": _description(run.truncation_settings),
+                        "parameters": run.parameters,
+                        "cut": run.accuracy_after_truncation,
+                        "tuned": run.accuracy_last,
+                    }
+                )
+    return cuts
+
+
+def _description(settings: Mapping[str, Any]) -> str:
+    """Return in words how a network was cut."""
+    rate = numbers([settings.get("rate")])
+    where = f"{100 * rate[0]:g} % of each layer" if rate and not settings.get("params") else "one budget for all layers"
+    where = f"{where} among {len(settings['layers'])}" if isinstance(settings.get("layers"), list) else where
+    refit = str(settings.get("refit") or "none")
+    return (
+        f"{where}, by {settings.get('criterion') or 'lambda'}, {'no refit' if refit == 'none' else f'refit: {refit}'}"
+    )
+
+
+def rate_grids(block: Explorer) -> list[Grid]:
+    """Return as tables what the explorer shows."""
+    rates = sorted({rate for network in block.networks for rate in network["rates"]})
+    rows, cuts = [], []
+    for network in block.networks:
+        measured = dict(zip(network["rates"], network["accuracy"], strict=True))
+        rows.append([words(network["name"]), *(number(measured.get(rate)) for rate in rates)])
+        for cut in network["cuts"]:
+            tuned = Cell(MISSING) if cut["tuned"] is None else number(cut["tuned"])
+            cuts.append(
+                [words(network["name"]), words(cut["name"]), count(cut["parameters"]), number(cut["cut"]), tuned]
+            )
+    columns = [
+        Column("network", words=True),
+        *(Column(f"{100 * rate:g} %", "accuracy after removing") for rate in rates),
+    ]
+    grids = [Grid("The same share of every layer's terms removed, without fine-tuning", columns, rows)]
+    if cuts:
+        names = ("network", "cut")
+        columns = [*(Column(name, words=True) for name in names), Column("parameters")]
+        columns += [Column(name, "accuracy, %") for name in ("right after the cut", "fine-tuned")]
+        grids.append(Grid("Cuts by other means, and after fine-tuning", columns, cuts))
+    return grids

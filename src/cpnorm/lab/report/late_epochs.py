@@ -1,4 +1,4 @@
-"""How the paper's trainings end: whether accuracy still rises, and whether a last epoch is like those before it."""
+"""The end of the paper's trainings: does accuracy still rise, and is the last epoch like those before it?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WINDOWS = ((-3 * LAST, -2 * LAST), (-2 * LAST, -LAST), (-LAST, None))  # epochs,
 
 
 def still_rises(records: Records) -> Claim:
-    """The first and the last third of each run's last 60 epochs, in rows with a constant learning rate."""
+    """Compare the first and the last third of each run's last 60 epochs, in rows with a constant learning rate."""
     lines: list[tuple[str, list[Run]]] = []
     for row in paper.rows():
         if not row.same_as and not row.truncation and not row.config.early_stopping:
@@ -29,7 +29,7 @@ def still_rises(records: Records) -> Claim:
         explanation = (
             f"From the first to the last {LAST} of them it rises significantly in {counts.above} of {counts.total} "
             f"rows and falls in {counts.below}; the test is Student's, of the differences within runs. Where it rises, "
-            f"longer steps may have got further. {_last_epochs(lines)}The paper does not ask this."
+            f"larger steps might have reached more. {_last_epochs(lines)}The paper does not ask this."
         )
     grid = Grid(
         f"Mean accuracy of {LAST} epochs at a time, counted from the end",
@@ -66,7 +66,7 @@ def _change(runs: list[Run]) -> Difference | None:
 
 
 def _last_epochs(lines: list[tuple[str, list[Run]]]) -> str:
-    """Where they lie among the epochs before them: were they unlucky ones, their mean would tell of bad luck."""
+    """Return where last epochs lie among the epochs before them: a low mean would be a matter of bad luck."""
     windows = [(run.curve[-1], run.curve[-LAST - 1 : -1]) for _, runs in lines for run in runs]
     places = summarize((last - fmean(before)) / stdev(before) for last, before in windows if stdev(before))
     if places is None or places.sd is None:

@@ -1,4 +1,4 @@
-"""Beyond the paper: tables of our own, and every network of ours as accuracy against weights."""
+"""Beyond the paper: tables of our own recipes, and accuracy against parameters on every data set."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from cpnorm.lab.report.tally import minus
 
 
 def own_tables(records: Records) -> dict[str, list[str]]:
-    """Rows that are not the paper's, by table."""
+    """Return the keys of rows that are not the paper's, by table."""
     published = {row.key for row in paper.rows()}
     tables: dict[str, list[str]] = {}
     for key, runs in records.runs.items():
@@ -38,20 +38,20 @@ def own_tables(records: Records) -> dict[str, list[str]]:
     return tables
 
 
-def section(records: Records) -> Section:
-    """Our own recipes beside the plain networks of our own runs."""
+def section(records: Records, drawn: Sequence[str]) -> Section:
+    """Return our own recipes beside the plain networks of our own runs; ``drawn`` are the rows in the drawings."""
     section = Section("beyond", "Beyond the paper")
     own = own_tables(records)
-    rows = [key for keys in own.values() for key in keys]
     section.blocks.append(
         Text(
-            "Recipes of our own, compared with the most accurate plain or weight-normalised network that we trained on "
-            "the same data with the paper's settings."
+            "Recipes of our own. Each is compared with our plain control: the most accurate plain network that we "
+            "trained on the same data with one of our own recipes or, where there is none, with the paper's settings. "
+            "A row of the paper with one change is compared with the unchanged row."
             if own
             else "No recipe of our own has a finished run yet."
         )
     )
-    drawings = charts.accuracy_against_weights(records, rows)
+    drawings = charts.accuracy_against_parameters(records, drawn)
     if drawings:
         section.blocks.append(Gallery(drawings))
     titles = {table.key: table.title for table in beyond.TABLES}
@@ -62,22 +62,23 @@ def section(records: Records) -> Section:
 
 
 def own_grid(title: str, keys: Sequence[str], records: Records) -> Grid:
-    """Accuracy and weights of our recipes, and how they stand to the best network without CP."""
+    """Return accuracy and parameters of our recipes, and their differences from our plain control."""
     cuts = {
         key: summarize(value for run in records.finished(key) if (value := run.accuracy_after_truncation) is not None)
         for key in keys
     }
+    unchanged = {row.key: row.variant_of for row in beyond.rows() if row.variant_of}
     rows = []
     for key in keys:
         runs = records.finished(key)
         diverged = len(records.runs[key]) - len(runs)
         last, best = last_epochs(runs), best_epochs(runs)
-        weights = summarize(run.parameters for run in runs if run.parameters)
-        plain = plain_network(str(runs[0].config.get("data")) if runs else "", records)
-        plain_runs = records.finished(plain) if plain else []
-        plain_weights = summarize(run.parameters for run in plain_runs if run.parameters)
-        difference = minus(last, last_epochs(plain_runs))
-        factor = plain_weights.mean / weights.mean if plain_weights and weights else None
+        parameters = summarize(run.parameters for run in runs if run.parameters)
+        control = unchanged.get(key) or plain_control(str(runs[0].config.get("data")) if runs else "", records)
+        control_runs = records.finished(control) if control else []
+        control_parameters = summarize(run.parameters for run in control_runs if run.parameters)
+        difference = minus(last, last_epochs(control_runs)) if control != key else None
+        factor = control_parameters.mean / parameters.mean if control_parameters and parameters else None
         rows.append(
             [
                 words(key.partition("/")[2] or key),
@@ -86,9 +87,9 @@ def own_grid(title: str, keys: Sequence[str], records: Records) -> Grid:
                 mean_sd(late_epochs(runs)),
                 mean_sd(best),
                 number(best.max if best else None),
-                count(weights.mean if weights else None),
+                count(parameters.mean if parameters else None),
                 Cell(f"{len(runs)}" + (f", {diverged} diverged" if diverged else ""), len(runs)),
-                words(plain or MISSING),
+                words(control or MISSING),
                 signed(difference.value if difference else None),
                 p_cell(difference.p if difference else None),
                 Cell(MISSING) if factor is None else Cell(f"{factor:.1f} ×", factor),
@@ -97,19 +98,26 @@ def own_grid(title: str, keys: Sequence[str], records: Records) -> Grid:
     columns = [
         Column("row", words=True),
         *([Column("after the cut", "ours")] if any(cuts.values()) else []),
-        *(Column(name, "ours") for name in ("last epoch", f"last {LAST}", "best epoch", "max", "weights", "n")),
-        Column("best without CP", "against", words=True),
-        *(Column(name, "against") for name in ("points", "p", "fewer weights")),
+        *(Column(name, "ours") for name in ("last epoch", f"last {LAST}", "best epoch", "max", "parameters", "n")),
+        Column("control", "against", words=True),
+        *(Column(name, "against") for name in ("points", "p", "fewer parameters")),
     ]
     return Grid(title, columns, rows)
 
 
-def plain_network(data: str, records: Records) -> str | None:
-    """The row without CP that comes out best on this data in our runs."""
-    means = {
-        row.key: last.mean
-        for row in paper.rows()
-        if row.config.data == data and row.config.norm in ("none", "weight") and not row.same_as and not row.truncation
-        if (last := last_epochs(records.finished(row.key)))
-    }
-    return max(means, key=lambda key: means[key]) if means else None
+def plain_control(data: str, records: Records) -> str | None:
+    """Return the row without CP that is the most accurate on this data: of our own recipes or else of the paper's."""
+    own = [key for keys in own_tables(records).values() for key in keys if not key.startswith("checks/")]
+    theirs = [row.key for row in paper.rows() if not row.same_as and not row.truncation]
+    for keys in (own, theirs):
+        means = {
+            key: last.mean
+            for key in keys
+            if (last := last_epochs(runs := records.finished(key)))
+            and runs[0].config.get("data") == data
+            and runs[0].config.get("norm") in ("none", "weight")
+            and runs[0].config.get("width", 1.0) == 1.0
+        }
+        if means:
+            return max(means, key=lambda key: means[key])
+    return None

@@ -1,4 +1,4 @@
-"""The numbers of the report: means, spreads, Welch's test from summaries, and how many epochs an accuracy takes."""
+"""The statistics of the report: means and spreads, tests, and the epochs that an accuracy takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SIGNIFICANT = 0.05
 
 @dataclass(frozen=True)
 class Summary:
-    """Of n values; sd is the sample's (n - 1), None for one value."""
+    """A summary of n values; sd is the sample's (n - 1), None for one value."""
 
     n: int
     mean: float
@@ -21,7 +21,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of one sample minus that of another, with a test; p and interval are None where nothing can be tested."""
+    """The mean of one sample minus that of another; p and interval are None where nothing can be tested."""
 
     value: float
     p: float | None = None
@@ -30,12 +30,12 @@ class Difference:
 
     @property
     def significant(self) -> bool:
-        """Whether the test tells the two apart at 5 %."""
+        """Return True if the difference is significant at 5 %."""
         return self.p is not None and self.p < SIGNIFICANT
 
 
 def summarize(values: Iterable[float]) -> Summary | None:
-    """None for no values.
+    """Return the summary of the values, or None for no values.
 
     >>> summarize([1.0, 2.0, 3.0])
     Summary(n=3, mean=2.0, sd=1.0, max=3.0)
@@ -50,21 +50,31 @@ def summarize(values: Iterable[float]) -> Summary | None:
 
 
 def welch(ours: Summary, theirs: Summary) -> Difference:
-    """Ours minus theirs, tested without assuming equal spreads; where neither varies there is no test."""
+    """Return ours minus theirs, tested without assuming equal spreads; where neither varies there is no test."""
     value = ours.mean - theirs.mean
     if ours.sd is None or theirs.sd is None or ours.sd == theirs.sd == 0:
         return Difference(value)
-    a, b = ours.sd**2 / ours.n, theirs.sd**2 / theirs.n
+    from scipy.stats import ttest_ind_from_stats
+
+    samples = (ours.mean, ours.sd, ours.n, theirs.mean, theirs.sd, theirs.n)
+    p = float(ttest_ind_from_stats(*samples, equal_var=False).pvalue)
+    half = _interval(ours, theirs)
+    return Difference(value, p, value - half, value + half)
+
+
+def _interval(ours: Summary, theirs: Summary) -> float:
+    """Return half the width of the 95 % confidence interval of the difference; SciPy gives none from summaries."""
     from scipy.stats import t as student
 
-    error = math.sqrt(a + b)
+    assert ours.sd is not None
+    assert theirs.sd is not None
+    a, b = ours.sd**2 / ours.n, theirs.sd**2 / theirs.n
     freedom = (a + b) ** 2 / (a**2 / (ours.n - 1) + b**2 / (theirs.n - 1))
-    half = float(student.ppf(0.975, freedom)) * error
-    return Difference(value, float(2 * student.sf(abs(value) / error, freedom)), value - half, value + half)
+    return float(student.ppf(0.975, freedom)) * math.sqrt(a + b)
 
 
 def mann_whitney(ours: Sequence[float], theirs: Sequence[float]) -> Difference | None:
-    """Ours minus theirs by a test of ranks: for counts with ties, or values known only to be large."""
+    """Return ours minus theirs with a test of ranks: for counts with ties, or values known only to be large."""
     mine, others = summarize(ours), summarize(theirs)
     if mine is None or others is None:
         return None
@@ -79,7 +89,7 @@ def mann_whitney(ours: Sequence[float], theirs: Sequence[float]) -> Difference |
 
 
 def holm(ps: Sequence[float | None]) -> list[float | None]:
-    """Each p corrected for being one of several (Holm); None stays None and does not count.
+    """Return each p corrected for being one of several (Holm); None stays None and does not count.
 
     >>> holm([0.01, 0.04, None])
     [0.02, 0.04, None]
@@ -94,7 +104,7 @@ def holm(ps: Sequence[float | None]) -> list[float | None]:
 
 
 def epochs_to_reach(curve: Sequence[float], level: float) -> int:
-    """The first epoch, counted from 1, that is at least at ``level``; one more than there are where none is.
+    """Return the first epoch, counted from 1, that reaches ``level``; one more than there are where none does.
 
     >>> epochs_to_reach([50.0, 70.0, 90.0], 70.0), epochs_to_reach([50.0], 70.0)
     (2, 2)
@@ -103,18 +113,16 @@ def epochs_to_reach(curve: Sequence[float], level: float) -> int:
 
 
 def mean_curve(curves: Sequence[Sequence[float]]) -> list[Summary]:
-    """Mean and spread at every epoch that all curves have."""
+    """Return mean and spread at every epoch that all curves have."""
     epochs = min((len(curve) for curve in curves), default=0)
     return [s for epoch in range(epochs) if (s := summarize(curve[epoch] for curve in curves))]
 
 
 def straightness(points: Sequence[tuple[float, float]]) -> float | None:
-    """The part of the variance that a straight line explains (R squared); None for fewer than three points."""
-    if len(points) < 3:
+    """Return the share of the variance that a straight line explains (R squared); None where there is no such line."""
+    xs, ys = {x for x, _ in points}, {y for _, y in points}
+    if len(points) < 3 or len(xs) == 1 or len(ys) == 1:
         return None
-    xs, ys = [x for x, _ in points], [y for _, y in points]
-    mx, my = math.fsum(xs) / len(xs), math.fsum(ys) / len(ys)
-    xx = math.fsum((x - mx) ** 2 for x in xs)
-    yy = math.fsum((y - my) ** 2 for y in ys)
-    xy = math.fsum((x - mx) * (y - my) for x, y in points)
-    return xy**2 / (xx * yy) if xx and yy else None
+    from scipy.stats import linregress
+
+    return float(linregress(*zip(*points, strict=True)).rvalue ** 2)

@@ -1,4 +1,4 @@
-"""Differences between our own runs: tested, corrected for their number, and counted up to an answer."""
+"""Test differences between our own runs, correct for their number, and count them to an answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOT_MEASURED = "Not measured yet."
 
 @dataclass(frozen=True)
 class Claim:
-    """One question, the paper's words on it (none: it is ours), and the answer of our numbers."""
+    """One question, the paper's words on it (none if the question is ours), and the answer of our numbers."""
 
     key: str
     question: str
@@ -21,22 +21,23 @@ class Claim:
     answer: str  # "Yes.", "No.", "Partly.", ...
     explanation: str
     grid: Grid | None = None
+    headline: str = ""  # one sentence to remember, without the context
 
 
 def corrected(differences: Sequence[Difference | None]) -> list[Difference | None]:
-    """The tests of one claim, each p corrected for their number (Holm)."""
+    """Return the tests of one claim, each p corrected for their number (Holm)."""
     ps = holm([difference.p if difference else None for difference in differences])
     return [replace(d, p=p) if d else None for d, p in zip(differences, ps, strict=True)]
 
 
 def minus(ours: Summary | None, theirs: Summary | None) -> Difference | None:
-    """Welch's test where both were measured."""
+    """Return Welch's test of the difference, where both were measured."""
     return welch(ours, theirs) if ours and theirs else None
 
 
 @dataclass(frozen=True)
 class Tally:
-    """How many tested differences are above zero, below it, and neither."""
+    """The numbers of tested differences that are above zero, below it, and neither."""
 
     above: int
     below: int
@@ -44,10 +45,11 @@ class Tally:
 
     @property
     def total(self) -> int:
+        """Return the number of tests."""
         return self.above + self.below + self.neither
 
     def answer(self, good: int, bad: int) -> str:
-        """In a word: what share of the tests came out as claimed."""
+        """Return in a word what share of the tests came out as claimed."""
         if not self.total:
             return NOT_MEASURED
         if good == self.total:
@@ -60,7 +62,7 @@ class Tally:
 
 
 def tally(differences: Iterable[Difference | None]) -> Tally:
-    """Of those that have a p."""
+    """Count the differences that have a p."""
     tested = [d for d in differences if d and d.p is not None]
     above = sum(d.significant and d.value > 0 for d in tested)
     below = sum(d.significant and d.value < 0 for d in tested)
@@ -68,5 +70,5 @@ def tally(differences: Iterable[Difference | None]) -> Tally:
 
 
 def difference_cells(difference: Difference | None, digits: int = 2) -> list[Cell]:
-    """The difference and its p."""
+    """Return cells of the difference and its p."""
     return [signed(difference.value if difference else None, digits), p_cell(difference.p if difference else None)]

@@ -30,13 +30,13 @@ function sorted(rows, column, direction) {
   });
 }
 
-// --- the explorer: the same share of every layer's terms goes, smallest first ---
+// --- the explorer: the same share of every layer's terms is removed, smallest first; other cuts as they were measured ---
 
 const explorer = document.querySelector(".explorer");
 if (explorer) {
   const networks = JSON.parse(document.getElementById("networks").textContent);
   const find = (name) => explorer.querySelector(`[data-part=${name}]`);
-  const select = find("network"), slider = find("rate"), course = find("course"), layers = find("layers");
+  const select = find("network"), slider = find("rate"), course = find("course"), cuts = find("cuts"), layers = find("layers");
   networks.forEach((network, index) => select.append(new Option(network.name, index)));
   select.addEventListener("change", () => choose(networks[select.value]));
   slider.addEventListener("input", () => show(networks[select.value], Number(slider.value)));
@@ -51,30 +51,56 @@ if (explorer) {
     show(network, Number(slider.value));
   }
 
+  function cutAt(network, rate) {
+    return network.layers.map((layer) => {
+      const kept = Math.max(1, layer.rank - Math.floor(layer.rank * rate + 1e-9));
+      return { ...layer, kept, weights: kept * layer.term };
+    });
+  }
+
+  function left(network, rate) {
+    const cut = cutAt(network, rate);
+    const whole = network.weights ?? cut.reduce((total, layer) => total + layer.rank * layer.term, 0);
+    return whole - cut.reduce((total, layer) => total + (layer.rank - layer.kept) * layer.term, 0);
+  }
+
   function show(network, index) {
     const rate = network.rates[index];
     slider.dataset.rate = rate;
     slider.setAttribute("aria-valuetext", `${percent(rate)} of the terms removed`);
     find("removed").textContent = percent(rate);
-    const cut = network.layers.map((layer) => {
-      const kept = Math.max(1, layer.rank - Math.floor(layer.rank * rate + 1e-9));
-      return { ...layer, kept, weights: kept * layer.term };
-    });
+    const cut = cutAt(network, rate);
     const sum = (of) => cut.reduce((total, layer) => total + of(layer), 0);
     const terms = sum((layer) => layer.rank), kept = sum((layer) => layer.kept);
-    const gone = sum((layer) => (layer.rank - layer.kept) * layer.term);
-    const whole = network.weights ?? sum((layer) => layer.rank * layer.term);
+    const whole = left(network, 0), now = left(network, rate);
     put("accuracy", `${network.accuracy[index].toFixed(2)} %`, `${change(network.accuracy[index] - network.accuracy[0])} points`);
-    put("weights", short(whole - gone), `${percent((whole - gone) / whole)} of ${short(whole)}`);
+    put("weights", short(now), `${percent(now / whole)} of ${short(whole)}`);
     put("terms", kept.toLocaleString("en"), `of ${terms.toLocaleString("en")}`);
     const measured = cut.every((layer) => layer.flops !== null);
     find("flops").parentElement.hidden = !measured;
     if (measured) {
-      const all = sum((layer) => layer.rank * layer.flops), left = sum((layer) => layer.kept * layer.flops);
-      put("flops", short(left), `${percent(left / all)} of ${short(all)} through the terms`);
+      const all = sum((layer) => layer.rank * layer.flops), some = sum((layer) => layer.kept * layer.flops);
+      put("flops", short(some), `${percent(some / all)} of ${short(all)} through the terms`);
     }
-    course.replaceChildren(drawCourse(network, index));
+    course.replaceChildren(drawCourse(network, index), element("p", {}, explain(network)));
+    cuts.replaceChildren(...listCuts(network));
     layers.replaceChildren(...cut.map(drawLayer));
+  }
+
+  function explain(network) {
+    const line = "Line: the same share of every layer removed, without fine-tuning.";
+    return network.cuts.length ? `${line} Hollow: other cuts, before fine-tuning. Filled: after it.` : line;
+  }
+
+  function listCuts(network) {
+    if (!network.cuts.length) return [];
+    const list = element("ul", {});
+    for (const cut of [...network.cuts].sort((a, b) => b.parameters - a.parameters)) {
+      const tuned = cut.tuned === null ? "" : `, fine-tuned ${cut.tuned.toFixed(2)} %`;
+      const first = cut.cut === null ? "" : `: ${cut.cut.toFixed(2)} %`;
+      list.append(element("li", {}, `${short(cut.parameters)} parameters, ${cut.name}${first}${tuned}`));
+    }
+    return [element("h4", {}, "Measured cuts of this network"), list];
   }
 
   function put(part, text, note) {
@@ -82,22 +108,31 @@ if (explorer) {
   }
 
   function drawCourse(network, index) {
-    const width = 460, height = 170, left = 42, right = 446, top = 10, bottom = 132;
-    const low = Math.min(...network.accuracy), high = Math.max(...network.accuracy);
-    const x = (rate) => left + (right - left) * rate;
+    const width = 460, height = 210, start = 42, end = 446, top = 10, bottom = 172;
+    const line = network.rates.map((rate, k) => [left(network, rate), network.accuracy[k]]);
+    const marks = network.cuts.flatMap((cut) => [[cut.parameters, cut.cut, cut, "hollow"], [cut.parameters, cut.tuned, cut, "dot s1"]])
+      .filter(([, value]) => value !== null);
+    const values = [...line, ...marks].map(([, value]) => value), sizes = [...line, ...marks].map(([size]) => Math.max(size, 1));
+    const low = Math.min(...values), high = Math.max(...values), least = Math.min(...sizes), most = Math.max(...sizes);
+    const x = (size) => end - ((end - start) * Math.log(most / Math.max(size, 1))) / (Math.log(most / least) || 1);
     const y = (value) => bottom - (bottom - top) * ((value - low) / (high - low || 1));
-    const svg = drawing(width, height, `Accuracy against the share of terms removed: ${network.name}`);
+    const svg = drawing(width, height, `Accuracy against parameters: ${network.name}`);
     for (const value of [low, (low + high) / 2, high]) {
-      svg.append(shape("path", { class: "rule", d: `M${left} ${y(value)}H${right}` }));
-      svg.append(shape("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, value.toFixed(1)));
+      svg.append(shape("path", { class: "rule", d: `M${start} ${y(value)}H${end}` }));
+      svg.append(shape("text", { x: start - 6, y: y(value) + 4, "text-anchor": "end" }, value.toFixed(1)));
     }
-    for (const rate of [0, 0.25, 0.5, 0.75, 1])
-      svg.append(shape("text", { x: x(rate), y: bottom + 17, "text-anchor": "middle" }, percent(rate)));
-    svg.append(shape("text", { x: (left + right) / 2, y: height - 4, "text-anchor": "middle" }, "terms removed"));
-    const points = network.rates.map((rate, k) => `${x(rate).toFixed(1)} ${y(network.accuracy[k]).toFixed(1)}`);
-    svg.append(shape("path", { class: "line s2", d: `M${points.join("L")}` }));
-    network.rates.forEach((rate, k) =>
-      svg.append(shape("circle", { class: "dot s2", cx: x(rate), cy: y(network.accuracy[k]), r: k === index ? 6 : 3 })));
+    for (const [share, anchor] of [[0, "start"], [0.5, "middle"], [1, "end"]]) {
+      const size = least * (most / least) ** share;
+      svg.append(shape("text", { x: x(size), y: bottom + 17, "text-anchor": anchor }, short(size)));
+    }
+    svg.append(shape("text", { x: (start + end) / 2, y: height - 4, "text-anchor": "middle" }, "parameters, logarithmic"));
+    svg.append(shape("path", { class: "line s2", d: `M${line.map(([size, value]) => `${x(size).toFixed(1)} ${y(value).toFixed(1)}`).join("L")}` }));
+    line.forEach(([size, value], k) => svg.append(shape("circle", { class: "dot s2", cx: x(size), cy: y(value), r: k === index ? 6 : 3 })));
+    for (const [size, value, cut, style] of marks) {
+      const mark = shape("circle", { class: style, cx: x(size), cy: y(value), r: 4.5 });
+      mark.append(shape("title", {}, `${cut.name}: ${value.toFixed(2)} %`));
+      svg.append(mark);
+    }
     return svg;
   }
 
@@ -116,7 +151,7 @@ if (explorer) {
     const box = element("div", {});
     box.append(
       element("h4", {}, layer.name),
-      element("p", {}, `${layer.kept} of ${layer.rank} terms, ${short(layer.weights)} weights`),
+      element("p", {}, `${layer.kept} of ${layer.rank} terms, ${short(layer.weights)} parameters`),
       svg,
     );
     return box;

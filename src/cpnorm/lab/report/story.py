@@ -1,0 +1,60 @@
+"""The sentences with which the report opens: what a reader should remember, each computed from the records."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from cpnorm.lab.report.charts import DATA_NAMES, Mark, marks_of
+from cpnorm.lab.report.comparison import PUBLISHED_RUNS, Comparison
+from cpnorm.lab.report.document import count
+from cpnorm.lab.report.records import Records
+from cpnorm.lab.report.tally import Claim
+
+TOLD = ("faster", "weight", "compression")  # claims of which the opening speaks
+
+
+def sentences(
+    entries: Sequence[Comparison], answers: Sequence[Claim], records: Records, own_rows: Sequence[str]
+) -> list[str]:
+    """Return up to five sentences: what was measured, three of the paper's claims, and our own smallest networks."""
+    headlines = {claim.key: claim.headline for claim in answers}
+    found = [reproduction(entries), *(headlines[key] for key in TOLD), low_rank(records, own_rows)]
+    return [sentence for sentence in found if sentence]
+
+
+def reproduction(entries: Sequence[Comparison]) -> str:
+    """Return how many of the paper's accuracies were measured, and how many agree."""
+    measured = [entry for entry in entries if entry.difference]
+    if not measured:
+        return f"None of the paper's {len(entries)} accuracies has been measured yet."
+    complete = sum(entry.runs >= PUBLISHED_RUNS for entry in measured)
+    share = "all" if complete == len(measured) else str(complete)
+    counts = Counter(entry.status for entry in measured)
+    apart = sum(bool(entry.difference and entry.difference.significant) for entry in measured)
+    return (
+        f"{len(measured)} of the paper's {len(entries)} accuracies are measured, {share} of them with "
+        f"{PUBLISHED_RUNS} seeds or more: {counts['within']} lie within one published standard deviation of the "
+        f"published mean, {counts['above']} above it and {counts['below']} below; {apart} differ significantly."
+    )
+
+
+def low_rank(records: Records, own_rows: Sequence[str], data: str = "cifar10") -> str:
+    """Return how the smallest of our networks compares with plain networks of its size and of full size."""
+    kinds = marks_of(data, records, own_rows)
+    plain = [mark for mark in kinds["peers"] if (records.runs[mark.row][0].config.get("norm")) == "none"]
+    pairs = [
+        (ours, peer)
+        for ours in kinds["own"]
+        for peer in plain
+        if abs(ours.parameters - peer.parameters) < 0.1 * peer.parameters and peer.row in own_rows
+    ]
+    if not pairs or not plain:
+        return ""
+    ours, peer = max(pairs, key=lambda pair: pair[0].accuracy)
+    full: Mark = max(plain, key=lambda mark: mark.accuracy)
+    return (
+        f"Trained at low rank from the start, {count(ours.parameters).text} parameters reach {ours.accuracy:.1f} % on "
+        f"{DATA_NAMES[data]}; a plain network with as many reaches {peer.accuracy:.1f} %, and the best plain network, "
+        f"with {full.parameters / ours.parameters:.0f} times as many, {full.accuracy:.1f} %."
+    )
