@@ -9,7 +9,7 @@ AlexNet-like network, all layers truncated by 0 to 99 % from the paper's ranks, 
 Weights are random, which changes nothing about speed. For each batch size and rate the competitors take --rounds turns
 of as many calls as the fastest takes a tenth of a second for (on a GPU 40 ms), so that what the one before left in the
 caches does not matter; a ratio is the median over the turns. "dense" is the network as torch builds it, "dense, tuned"
-the same with channels last and light ReLUs, which factorize does too: what that alone brings. Threads are best bound to
+the same with channels last and cheap ReLUs, which factorize does too: what that alone brings. Threads are best bound to
 cores: on a busy machine two of them may share one otherwise. And glibc is best told to keep freed memory: otherwise
 every large activation is taken from the system anew, page by page, which costs all competitors the same milliseconds
 and so the small networks the larger share. On a GPU all are timed twice, with forms chosen for each: eager, and
@@ -35,7 +35,6 @@ from torch import nn
 import peers
 import timing
 from cpnorm import Factorization, canonical_norm, choose_forms, fold
-from cpnorm.deploy.rewrite import plain_copy
 from cpnorm.lab.training.models import alexnet
 
 PEER = "tensorly-torch"
@@ -54,7 +53,7 @@ def measure(batch: int, rate: int, args: argparse.Namespace, left_out: dict[str,
     canonical = canonical_norm(alexnet(), ranks, "kaiming_normal").to(args.device, dtype).eval()
     x = torch.randn(batch, 3, 32, 32, device=args.device, dtype=dtype)
     dense = fold(copy.deepcopy(canonical))
-    tuned = plain_copy(canonical, dict.fromkeys(ranks, "dense"), channels_last=True, light_relus=True)
+    tuned = choose_forms(canonical, x, measure=False, forms=dict.fromkeys(ranks, "dense")).apply(canonical)
     others, missing = peers.installed({PEER: lambda: peers.tensorly_torch(dense, ranks, "factorized").eval()})
     left_out |= missing
     rows = {}

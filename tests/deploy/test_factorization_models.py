@@ -89,7 +89,7 @@ class ByHand(nn.Module):
 
 def test_what_others_may_read_is_not_overwritten() -> None:
     model, x = canonical_norm(ByHand(), rank=4), torch.randn(8, 64)
-    small = factorize(model, x, measure=False)
+    small = choose_forms(model, x, measure=False).apply(model)
     for got, wanted in zip(small.train()(x), model.train()(x), strict=True):
         close(got, wanted, 1e-5)
 

@@ -1,36 +1,35 @@
-"""Canonical layers as small plain ones where that is faster, dense where not; the result needs no cpnorm to run."""
+"""Turn canonical layers into small plain ones where that is faster: ``choose_forms``, ``factorize``.
+
+One pipeline: trace the model once, choose a form for each layer, name candidates for the whole, compare each with the
+dense model, and time them against each other.
+"""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cpnorm._checks import Inputs, check_type, renamed
-from cpnorm.deploy.equivalence import called_by_hand, computes_as, runs_channels_last, stays_the_same
-from cpnorm.deploy.forms import ALIGNED, FormCost, chain, form_cost, forms_of
-from cpnorm.deploy.fused import FUSED, FUSED_PATCHES, fuse_blocks, fuse_epilogues, kernels_match_torch
-from cpnorm.deploy.rewrite import has_layouts, lighten_relus, plain_copy, slice_pools, with_layout
+from cpnorm.deploy.candidates import NOISE, Goal, LayerForm, choose_layers, smallest_of_fastest
+from cpnorm.deploy.equivalence import compare, runs_channels_last
+from cpnorm.deploy.forms import FormCost, chain, form_cost, forms_of
+from cpnorm.deploy.fused import FUSED, FUSED_FORMS, fused_copy, kernels_match_torch
+from cpnorm.deploy.rewrite import NO_REWRITES, Rewrites, find_rewrites, halves_maps, plain_copy
 from cpnorm.deploy.timing import fastest
-from cpnorm.deploy.tracing import Call, calls_of, run
+from cpnorm.deploy.tracing import Part, Trace, trace
 from cpnorm.gpu.fused_blocks import WIDEST
 from cpnorm.gpu.fused_launch import has_triton, kernels_supported
-from cpnorm.nn.convert import canonical_layers, fold, including_tied, spread_over_tied
-from cpnorm.nn.layers import CPLayer
+from cpnorm.nn.convert import canonical_layers, including_tied, spread_over_tied
+from cpnorm.nn.running import run
 
-Goal = Literal["time", "parameters"]
-Way = tuple[bool, bool]  # in which layers were timed: channels last, as CUDA graphs
-
-GAIN = 0.95  # a chain must take less than this share of the dense layer's time: anything closer is noise
-FUSED_RANKS = (0, 64, 128, WIDEST)  # terms up to which layers are tried as stages; 0: none, only what is behind them
-HOPELESS = 2.0  # a chain modelled at more than this multiple of the cheapest is not timed
+FUSED_RANKS = (0, 64, 128, WIDEST)  # ranks up to which layers become fused blocks; 0: only what follows layers is fused
 
 
 def factorize(
@@ -44,10 +43,13 @@ def factorize(
     forms: Mapping[str, str] | None = None,
     captured: bool | None = None,
 ) -> nn.Module:
-    """A copy of the model in plain layers, each canonical one in its fastest form; the model itself is left alone.
+    """Return a copy of the model in plain layers, each canonical layer in its best form; the model does not change.
 
-    The arguments are those of ``choose_forms``, which says what was chosen and why; its ``apply`` is the second half.
-    With ``kernels``, for models on a GPU, comes ``with_kernels`` between the two: the result needs cpnorm to run.
+    The arguments are those of ``choose_forms``, which returns the choice itself, to print or to apply. A warning
+    says if the result is dense although chains would be smaller.
+
+    Args:
+        kernels: use cpnorm's GPU kernels as well (``Factorization.with_kernels``): the result then needs cpnorm to run.
 
     >>> from cpnorm import canonical_norm
     >>> model = canonical_norm(nn.Sequential(nn.Linear(512, 512), nn.ReLU()), rank=8)
@@ -60,144 +62,14 @@ def factorize(
     cuda_graph = renamed("captured", captured, "cuda_graph", cuda_graph)
     if kernels and (forms or goal != "time" or not measure):
         raise ValueError("kernels=True requires measure=True, goal='time' and no forms")
-    choice = choose_forms(model, example_input, measure=measure, goal=goal, cuda_graph=cuda_graph, forms=forms)
+    choice, traced = _choose(model, example_input, measure, goal, cuda_graph, forms, kernels)
     if kernels:
-        choice = choice.with_kernels(model, example_input, cuda_graph=cuda_graph)
+        choice = choice._with_kernels(model, traced, cuda_graph)
+    if message := choice.dense_warning():
+        warnings.warn(message, stacklevel=2)
     return choice.apply(model)
 
 
-# --- the choice, which prints -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LayerForm:
-    """What one layer becomes and why; costs by form, and seconds by form where they were measured."""
-
-    form: str
-    reason: str
-    rank: int
-    costs: dict[str, FormCost]
-    seconds: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Factorization:
-    """The form chosen for each canonical layer, and the memory layout of the whole; print it, then ``apply`` it."""
-
-    layers: dict[str, LayerForm]
-    channels_last: bool
-    light_relus: bool  # behind a pooling, in place: where the model's outputs stay the same
-    seconds: dict[str, float]  # of the whole model, "dense" and "chosen"; empty if nothing was measured
-    sliced_pools: bool = False
-    fused_up_to: int | None = None  # terms up to which layers are stages of cpnorm's kernels; None: nothing is
-
-    def apply(self, model: nn.Module) -> nn.Module:
-        """A plain copy of the model with its canonical layers in the chosen forms."""
-        return self._copy_of(model)[0]
-
-    @torch.inference_mode(False)
-    def with_kernels(
-        self, model: nn.Module, example_input: Inputs, *, cuda_graph: bool = False, captured: bool | None = None
-    ) -> Factorization:
-        """This choice, or a faster one with GPU kernels of cpnorm's own.
-
-        Layers of few terms become stages, between which only terms are in memory, never all the channels; behind other
-        layers bias, ReLU and pooling become one. All of that is where layers stand in a Sequential. The result needs
-        cpnorm and triton to be so fast, and has no gradients for the weights of stages.
-
-        Args:
-            model: that the choice is for.
-            example_input: as for ``choose_forms``; kernels are compiled for its size and timed.
-            cuda_graph: the model is to run as a CUDA graph. Starting these kernels takes longer than starting torch's.
-        """
-        cuda_graph = renamed("captured", captured, "cuda_graph", cuda_graph)
-        if self.fused_up_to is not None:
-            raise ValueError("this choice has kernels already")
-        dense = fold(copy.deepcopy(model)).eval()
-        device = next(dense.parameters()).device
-        if not kernels_supported(device):
-            raise ValueError(f"kernels are for models on a GPU, got one on {device}")
-        if not has_triton():
-            raise ImportError("kernels need triton, which torch brings along for GPUs on Linux")
-        if called_by_hand(copy.deepcopy(dense), example_input):
-            return self
-        calls = calls_of(model, copy.deepcopy(dense), example_input)
-        reason = "dense, with kernels around it"
-        in_one_piece = {
-            name: layer if layer.form == "dense" else replace(layer, form="dense", reason=reason)
-            for name, layer in self.layers.items()
-        }
-        layout = runs_channels_last(dense, example_input)
-        found: dict[Hashable, Factorization] = {}
-        runs: dict[Hashable, Callable[[], object]] = {"dense": partial(run, dense, example_input)}
-        found[()], runs[()] = self, partial(run, self.apply(model).eval(), example_input)
-        for layers, limit in product((self.layers, in_one_piece), FUSED_RANKS):
-            choice = replace(self, layers=layers, channels_last=layout, sliced_pools=False, fused_up_to=limit)
-            twin, stages, changed = choice._copy_of(model)
-            chosen = {name: _as_fused(model, name, layers[name], stages.get(name), calls) for name in layers}
-            key = tuple(layer.form for layer in chosen.values())
-            if not changed or key in found:
-                continue
-            try:
-                if not computes_as(twin.eval(), dense, example_input):
-                    continue
-                if not kernels_match_torch(twin, example_input):
-                    raise ArithmeticError("they do not compute what torch does")
-            except Exception as error:  # a GPU that kernels are not made for says so in many ways
-                warnings.warn(f"kernels for layers of up to {limit} terms are left out: {error}", stacklevel=2)
-                continue
-            found[key], runs[key] = replace(choice, layers=chosen), partial(run, twin, example_input)
-        seconds = fastest(runs, device, cuda_graph=cuda_graph)
-        best = min(found, key=lambda key: seconds[key])
-        return replace(found[best], seconds={"dense": seconds["dense"], "chosen": seconds[best]})
-
-    def _copy_of(self, model: nn.Module) -> tuple[nn.Module, dict[str, str], bool]:
-        """The model as chosen, which of its layers are stages, by what they are called, and if it has any kernels."""
-        if list(canonical_layers(model)) != list(self.layers):
-            raise ValueError(f"this choice is for a model with the canonical layers {', '.join(self.layers)}")
-        forms = {name: layer.form for name, layer in self.layers.items()}
-        looks = self.channels_last, self.light_relus, self.sliced_pools
-        if self.fused_up_to is None:
-            return plain_copy(model, forms, *looks), {}, False
-        staged = copy.deepcopy(model)
-        stages = fuse_blocks(staged, self.fused_up_to)
-        # Layers may have got hooks or other ranks since: those that cannot be stages any more are dense.
-        forms = {name: "dense" if form in (FUSED, FUSED_PATCHES) else form for name, form in forms.items()}
-        plain = plain_copy(staged, forms, *looks)
-        closed = fuse_epilogues(plain)
-        return plain, stages, closed or bool(stages)
-
-    def total(self, which: Literal["dense", "chosen"]) -> FormCost:
-        """Of all canonical layers together."""
-        costs = [layer.costs[layer.form if which == "chosen" else "dense"] for layer in self.layers.values()]
-        return FormCost(sum(c.parameters for c in costs), sum(c.flops for c in costs), sum(c.total for c in costs))
-
-    def __str__(self) -> str:
-        width = max(5, *(len(name) for name in self.layers))
-
-        def row(name: str, form: str, rank: object, dense: FormCost, chosen: FormCost, seconds: list[float]) -> str:
-            parameters = f"{dense.parameters:>10,} -> {chosen.parameters:>10,}"
-            flops = f"{dense.flops / 1e6:>9.2f} -> {chosen.flops / 1e6:>9.2f}"
-            times = f"{seconds[0] * 1e3:>9.3f} -> {seconds[-1] * 1e3:>9.3f}" if seconds else f"{'not timed':>22}"
-            return f"{name:<{width}}  {form:<17}  {rank:>5}  {parameters}  {flops}  {times}"
-
-        lines = [
-            f"{'layer':<{width}}  {'form':<17}  {'rank':>5}  {'parameters':>24}  {'MFLOP':>22}  {'ms':>22}  reason"
-        ]
-        for name, layer in self.layers.items():
-            timed = ("dense", layer.form) if layer.form in layer.seconds else ()
-            seconds = [layer.seconds[form] for form in timed]
-            costs = layer.costs["dense"], layer.costs[layer.form]
-            lines.append(f"{row(name, layer.form, layer.rank, *costs, seconds)}  {layer.reason}")
-        layout = "channels last" if self.channels_last else "contiguous"
-        totals = self.total("dense"), self.total("chosen")
-        last = row("all", layout, "", *totals, list(self.seconds.values()))
-        besides = ["light ReLUs"] * self.light_relus + ["sliced pools"] * self.sliced_pools
-        besides += ["cpnorm's kernels"] * (self.fused_up_to is not None)
-        return "\n".join([*lines, f"{last}  {', '.join(besides)}".rstrip()])
-
-
-@torch.inference_mode(False)
 def choose_forms(
     model: nn.Module,
     example_input: Inputs,
@@ -208,18 +80,225 @@ def choose_forms(
     forms: Mapping[str, str] | None = None,
     captured: bool | None = None,
 ) -> Factorization:
-    """For each canonical layer the fastest of dense and the chains it can become, and the layout of the whole.
+    """Choose for each canonical layer between dense and the chains it can become, and the layout of the whole.
 
     Args:
-        model: with canonical layers; it is left as it is.
-        example_input: a tensor, a tuple of arguments or a dict of keyword arguments, of the size that is to come:
+        model: a model with canonical layers; it does not change.
+        example_input: a tensor, a tuple of arguments or a dict of keyword arguments, of the size that is to come, since
             what is fastest depends on it.
-        measure: time the layers and the whole on their device (seconds), or go by a model of the costs (instant).
-        goal: "time", or "parameters" for the smallest model whatever its speed.
-        cuda_graph: the model is to run as a CUDA graph (``torch.compile(mode="reduce-overhead")`` makes one), where its
-            kernels take time and not what starts them.
-        forms: {"features.3": "depthwise"} decides for some layers by hand; "dense" keeps one in one piece.
+        measure: time layers and the whole model on their device (seconds), or use a model of the costs (instant).
+        goal: "time" takes the fastest form, and of forms as fast up to noise (5 %) the smallest; "parameters" takes the
+            smallest, whatever its speed.
+        cuda_graph: the model will run as a CUDA graph (``torch.compile(mode="reduce-overhead")`` makes one), where
+            kernels take time and launches do not.
+        forms: set the form of some layers, as in {"features.3": "depthwise"}; "dense" keeps a layer in one piece.
     """
+    cuda_graph = renamed("captured", captured, "cuda_graph", cuda_graph)
+    return _choose(model, example_input, measure, goal, cuda_graph, forms)[0]
+
+
+# --- the choice, which prints -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Factorization:
+    """The form of each canonical layer and the changes around them; print it, then ``apply`` it."""
+
+    layers: dict[str, LayerForm]
+    channels_last: bool
+    rewrites: Rewrites = NO_REWRITES
+    seconds: dict[str, float] = field(default_factory=dict)  # of the whole model, "dense" and "chosen", if measured
+    sliced_pools: bool = False
+    fused_up_to: int | None = None  # layers of at most this rank are fused blocks; None: no kernels of cpnorm's own
+    compared_in: str = ""  # the precision in which the outputs equal the dense model's up to rounding
+    parts: tuple[Part, ...] = field(default=(), repr=False, compare=False)
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Return a plain copy of the model with its canonical layers in the chosen forms."""
+        return self._copy(model)[0]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def with_kernels(
+        self, model: nn.Module, example_input: Inputs, *, cuda_graph: bool = False, captured: bool | None = None
+    ) -> Factorization:
+        """Return this choice, or a faster one with GPU kernels of cpnorm's own.
+
+        Layers of low rank become fused blocks, between which only terms are in memory, never all the channels. After
+        other layers bias, ReLU, pooling and the addition of a residual become one kernel. This needs a model, or parts
+        of it, that torch.fx can trace. The result needs cpnorm and triton to be fast, and has no gradients for the
+        weights of fused blocks.
+
+        Args:
+            model: the model that the choice is for.
+            example_input: as for ``choose_forms``; kernels are compiled for its size and timed.
+            cuda_graph: the model will run as a CUDA graph. Launching these kernels takes longer than launching torch's.
+        """
+        cuda_graph = renamed("captured", captured, "cuda_graph", cuda_graph)
+        _check_kernels(model)
+        return self._with_kernels(model, trace(model, example_input), cuda_graph)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _with_kernels(self, model: nn.Module, traced: Trace, cuda_graph: bool) -> Factorization:
+        if self.fused_up_to is not None:
+            raise ValueError("this choice has kernels already")
+        dense = self._all_dense("dense, with kernels around it")
+        layout = self.channels_last or runs_channels_last(traced)
+        candidates: dict[str, tuple[Factorization, nn.Module]] = {"no kernels": (self, self.apply(model).eval())}
+        seen: set[object] = set()
+        for base, name in ((self, "chosen forms"), (dense, "dense")):
+            for limit in FUSED_RANKS:
+                choice = replace(base, channels_last=layout, sliced_pools=False, fused_up_to=limit)
+                twin, fused, changed = choice._copy(model)
+                choice = replace(choice, layers=choice._with_fused(model, fused, traced))
+                if not changed or (key := tuple(layer.form for layer in choice.layers.values())) in seen:
+                    continue
+                seen.add(key)
+                try:
+                    if (precision := compare(twin.eval(), traced)) is None:
+                        continue
+                    if not kernels_match_torch(twin, traced.inputs):
+                        raise ArithmeticError("they do not compute what torch does")
+                except Exception as error:  # GPUs that the kernels do not support fail in many ways
+                    warnings.warn(f"kernels for layers of up to {limit} terms are left out: {error}", stacklevel=3)
+                    continue
+                candidates[f"{name}, fused up to {limit}"] = replace(choice, compared_in=precision), twin
+        return _choose_candidate(candidates, traced, cuda_graph)
+
+    def _copy(self, model: nn.Module) -> tuple[nn.Module, dict[str, str], bool]:
+        """Return the rewritten model, the names and forms of its fused layers, and whether it has any kernels."""
+        if list(canonical_layers(model)) != list(self.layers):
+            raise ValueError(f"this choice is for a model with the canonical layers {', '.join(self.layers)}")
+        forms = {name: layer.form for name, layer in self.layers.items()}
+        if self.fused_up_to is None:
+            return plain_copy(model, forms, self.channels_last, self.rewrites, self.sliced_pools), {}, False
+        # Layers that cannot be fused any more, since they have other ranks or hooks now, become dense.
+        forms = {name: "dense" if form in FUSED_FORMS else form for name, form in forms.items()}
+        return fused_copy(model, forms, self.channels_last, self.rewrites, self.parts, self.fused_up_to)
+
+    def _with_fused(self, model: nn.Module, fused: Mapping[str, str], traced: Trace) -> dict[str, LayerForm]:
+        """Return the layers with those that are fused, and what these cost."""
+        layers, canonical = dict(self.layers), canonical_layers(model)
+        for name, form in fused.items():
+            pick, layer = self.layers[name], canonical[name]
+            cost = pick.costs["dense"]
+            if form == FUSED:  # the FLOPs and parameters of the first chain
+                plain, shapes = chain(layer, forms_of(layer)[0], empty=True), [c.shape for c in traced.calls[name]]
+                cost = form_cost(plain, shapes, "cuda" if layer.lambdas.is_cuda else "cpu")
+            costs = pick.costs | {form: cost}
+            layers[name] = replace(pick, form=form, reason="fused with its neighbours", costs=costs, seconds={})
+        return layers
+
+    def _all_dense(self, reason: str) -> Factorization:
+        layers = {
+            name: pick if pick.form == "dense" else replace(pick, form="dense", reason=reason)
+            for name, pick in self.layers.items()
+        }
+        return replace(self, layers=layers)
+
+    def total(self, which: Literal["dense", "chosen"]) -> FormCost:
+        """Return the costs of all canonical layers together."""
+        costs = [layer.costs[layer.form if which == "chosen" else "dense"] for layer in self.layers.values()]
+        return FormCost(sum(c.parameters for c in costs), sum(c.flops for c in costs), sum(c.total for c in costs))
+
+    def _slowdown(self) -> float:
+        return self.seconds["chosen"] / self.seconds["dense"] if self.seconds else 1.0
+
+    def dense_warning(self) -> str:
+        """Return a sentence if all layers are dense although chains would have fewer parameters, else nothing."""
+        if any(layer.form != "dense" or layer.reason == "asked for" for layer in self.layers.values()):
+            return ""
+        smallest = sum(min(cost.parameters for cost in layer.costs.values()) for layer in self.layers.values())
+        dense = self.total("dense").parameters
+        if smallest >= dense:
+            return ""
+        return (
+            f"0 of {len(self.layers)} layers gain; the result is dense, with {dense:,} parameters in them; "
+            f"goal='parameters' keeps it small: {smallest:,}"
+        )
+
+    def __str__(self) -> str:
+        width = max(5, *(len(name) for name in self.layers))
+
+        def row(name: str, form: str, rank: object, dense: FormCost, chosen: FormCost, seconds: list[float]) -> str:
+            parameters = f"{dense.parameters:>10,} -> {chosen.parameters:>10,}"
+            flops = f"{dense.flops / 1e6:>9.2f} -> {chosen.flops / 1e6:>9.2f}"
+            times = f"{seconds[0] * 1e3:>9.3f} -> {seconds[-1] * 1e3:>9.3f}" if seconds else f"{'not timed':>22}"
+            return f"{name:<{width}}  {form:<17}  {rank:>5}  {parameters}  {flops}  {times}"
+
+        titles = f"{'parameters':>24}  {'MFLOP':>22}  {'ms':>22}  reason"
+        lines = [f"{'layer':<{width}}  {'form':<17}  {'rank':>5}  {titles}"]
+        for name, layer in self.layers.items():
+            timed = ("dense", layer.form) if layer.form in layer.seconds else ()
+            seconds = [layer.seconds[form] for form in timed]
+            costs = layer.costs["dense"], layer.costs[layer.form]
+            lines.append(f"{row(name, layer.form, layer.rank, *costs, seconds)}  {layer.reason}")
+        layout = "channels last" if self.channels_last else "contiguous"
+        totals = self.total("dense"), self.total("chosen")
+        last = row("all", layout, "", *totals, [self.seconds[key] for key in ("dense", "chosen") if self.seconds])
+        besides = [f"{len(self.rewrites.norms)} batch norms folded"] * bool(self.rewrites.norms)
+        besides += ["cheaper ReLUs"] * bool(self.rewrites.swaps or self.rewrites.in_place)
+        besides += ["sliced pools"] * self.sliced_pools + ["cpnorm's kernels"] * (self.fused_up_to is not None)
+        besides += ["as fast as dense up to noise"] * (1 < self._slowdown() <= NOISE)
+        besides += [f"outputs compared in {self.compared_in}"] * bool(self.compared_in)
+        return "\n".join([*lines, f"{last}  {', '.join(besides)}".rstrip(), *filter(None, [self.dense_warning()])])
+
+
+# --- the pipeline -------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _choose(
+    model: nn.Module,
+    example_input: Inputs,
+    measure: bool,
+    goal: Goal,
+    cuda_graph: bool,
+    forms: Mapping[str, str] | None,
+    kernels: bool = False,
+) -> tuple[Factorization, Trace]:
+    asked, goal = _checked(model, goal, forms)
+    if kernels:
+        _check_kernels(model)
+    traced = trace(model, example_input)
+    on_gpu = traced.device.type == "cuda"
+    if cuda_graph and not on_gpu:
+        raise ValueError(f"cuda_graph=True requires a model on a GPU, got one on {traced.device}")
+    layout = runs_channels_last(traced)
+    choose = partial(choose_layers, canonical_layers(model), traced, asked, measure=measure, goal=goal)
+    rewrites = find_rewrites(traced)
+    # Launches take longer than the kernels of a small layer, but in a whole model they may run ahead: time both.
+    clocks = {"CUDA graph": True} if cuda_graph or (on_gpu and measure) else {}
+    clocks |= {} if cuda_graph else {"eager": False}
+    named = {
+        f"chosen by {clock}": Factorization(
+            choose(channels_last=layout, cuda_graph=as_graph), layout, rewrites, parts=traced.parts
+        )
+        for clock, as_graph in clocks.items()
+    }
+    if measure:
+        first = next(iter(named.values()))
+        if goal == "time" and not asked:
+            named["dense"] = first._all_dense("the model as a whole is faster dense")
+            named["unchanged"] = replace(named["dense"], channels_last=False, rewrites=NO_REWRITES)
+        if layout:
+            named |= {f"{k}, contiguous": replace(c, channels_last=False) for k, c in named.items() if c.channels_last}
+        if on_gpu and any(isinstance(m, nn.MaxPool2d) and halves_maps(m) for m in model.modules()):
+            named |= {f"{k}, sliced pools": replace(c, sliced_pools=True) for k, c in named.items() if c.channels_last}
+    distinct: dict[object, str] = {}
+    for name, c in named.items():
+        forms_of_all = tuple(layer.form for layer in c.layers.values())
+        distinct.setdefault((forms_of_all, c.channels_last, c.sliced_pools, c.rewrites), name)
+    candidates = {name: _verified(named[name], model, traced, bool(asked)) for name in distinct.values()}
+    if not measure:
+        return next(iter(candidates.values()))[0], traced
+    return _choose_candidate(candidates, traced, cuda_graph), traced
+
+
+def _checked(model: nn.Module, goal: Goal, forms: Mapping[str, str] | None) -> tuple[dict[str, str], Goal]:
+    """Return the forms asked for, by the names of the canonical layers, and the goal by its present name."""
     layers = canonical_layers(model)
     check_type(forms, (Mapping, type(None)), "a mapping from layer names to forms")
     if not layers:
@@ -230,162 +309,41 @@ def choose_forms(
         if form not in (known := [*forms_of(layers[name]), "dense"]):
             raise ValueError(f"expected form to be one of {', '.join(known)}, got {form!r} for {name}")
     if str(goal) == "weights":
-        warnings.warn("goal='weights' is now called goal='parameters'", DeprecationWarning, stacklevel=2)
+        warnings.warn("goal='weights' is now called goal='parameters'", DeprecationWarning, stacklevel=4)
         goal = "parameters"
     if goal not in ("time", "parameters"):
         raise ValueError(f"expected goal to be time or parameters, got {goal!r}")
-    cuda_graph = renamed("captured", captured, "cuda_graph", cuda_graph)
-
-    dense = fold(copy.deepcopy(model)).eval()
-    layouts = (False, True) if runs_channels_last(dense, example_input) else (False,)
-    device = next(dense.parameters()).device
-    if cuda_graph and device.type != "cuda":
-        raise ValueError(f"cuda_graph is for models on a GPU, got one on {device}")
-    # On a GPU, single layers may wait for their kernels to be started, where the model as a whole does not: both count.
-    clocks = (True,) if cuda_graph else (False, True) if measure and device.type == "cuda" else (False,)
-    compared: dict[Hashable, LayerForm] = {}  # layers alike, as networks repeat them, are compared once
-    picks: dict[Way, dict[str, LayerForm]] = {}
-    for way in product(layouts if measure else layouts[-1:], clocks):
-        channels_last, as_graph = way
-        plain = with_layout(copy.deepcopy(dense), channels_last)
-        calls = calls_of(model, plain, example_input)
-        picks[way] = {}
-        for name, layer in layers.items():
-            module, by_hand = plain.get_submodule(name), asked.get(name)
-            layout = channels_last and has_layouts(module)
-            alike = (type(layer), layer.extra_repr(), layer.modes, layer.lambdas.dtype, *calls[name])
-            key = (*alike, layout, as_graph, by_hand)
-            if key not in compared:
-                compared[key] = _compare(layer, module, calls[name], layout, as_graph, by_hand, measure, goal)
-            picks[way][name] = compared[key]
-    for way, chosen in picks.items():
-        plain = plain_copy(model, {name: layer.form for name, layer in chosen.items()}, channels_last=way[0]).eval()
-        if not computes_as(plain, dense, example_input):
-            if asked:
-                raise ValueError("the model computes something else in these forms: it treats layers by their class")
-            reason = "the model treats layers by their class"
-            picks[way] = {name: replace(layer, form="dense", reason=reason) for name, layer in chosen.items()}
-    free = not called_by_hand(copy.deepcopy(dense), example_input)  # to put layers in other places
-    light_relus = free and stays_the_same(dense, lighten_relus, example_input)
-    if not measure:
-        return Factorization(picks[layouts[-1], cuda_graph], layouts[-1], light_relus, {})
-    sliceable = free and device.type == "cuda" and stays_the_same(dense, slice_pools, example_input)
-    whole_dense = goal == "time" and not asked
-    return _choose_model(model, dense, picks, light_relus, sliceable, cuda_graph, example_input, whole_dense)
+    return asked, goal
 
 
-def _run_all(layer: nn.Module, inputs: Iterable[Tensor]) -> None:
-    for x in inputs:
-        run(layer, (x,))
+def _check_kernels(model: nn.Module) -> None:
+    device = next(model.parameters()).device
+    if not kernels_supported(device):
+        raise ValueError(f"kernels require a model on a GPU, got one on {device}")
+    if not has_triton():
+        raise ImportError("kernels require triton, which torch installs along for GPUs on Linux")
 
 
-# --- comparing ----------------------------------------------------------------------------------------------------
+def _verified(choice: Factorization, model: nn.Module, traced: Trace, asked: bool) -> tuple[Factorization, nn.Module]:
+    """Return the choice and a copy that computes what the dense model does; without rewrites or forms that do not."""
+    reason = "the model treats layers by their class"
+    without = replace(choice, rewrites=NO_REWRITES, sliced_pools=False)
+    for option in (choice, without, *([] if asked else [without._all_dense(reason)])):
+        twin = option.apply(model).eval()
+        if precision := compare(twin, traced):
+            return replace(option, compared_in=precision), twin
+    if asked:
+        raise ValueError("the model computes something else in these forms: it treats layers by their class")
+    return replace(option, channels_last=False), copy.deepcopy(traced.dense)
 
 
-def _compare(
-    layer: CPLayer,
-    dense: nn.Module,
-    calls: list[Call],
-    channels_last: bool,
-    cuda_graph: bool,
-    asked: str | None,
-    measure: bool,
-    goal: Goal,
-) -> LayerForm:
-    """The form picked for a layer in one layout."""
-    odd = next((call.odd for call in calls if call.odd), "") if calls else "not called on the example input"
-    if asked is not None:
-        candidates = [asked] if asked != "dense" else []
-    else:
-        flat = all(len(call.shape) <= 2 for call in calls)
-        candidates = [form for form in forms_of(layer) if not odd and (flat or "unflatten" not in form)]
-        if not layer.lambdas.is_cuda:
-            candidates = [form for form in candidates if not form.startswith(ALIGNED)]
-        elif not measure:  # the model of the costs does not know what they are good for
-            candidates = [form for form in candidates if f"{ALIGNED}{form}" not in candidates]
-    device, shapes = "cuda" if layer.lambdas.is_cuda else "cpu", [call.shape for call in calls]
-    costs = {"dense": form_cost(dense, shapes, device)}
-    costs |= {form: form_cost(chain(layer, form, empty=True), shapes, device) for form in candidates}
-    pick = partial(LayerForm, rank=layer.rank, costs=costs, seconds={})
-    if asked is not None:
-        return pick(asked, "asked for")
-    if odd:
-        return pick("dense", odd)
-    if goal == "parameters":
-        return pick(min(costs, key=lambda form: costs[form].parameters), "fewest parameters")
-    if not measure:
-        return pick(min(costs, key=lambda form: costs[form].total), "lowest modelled cost")
-    lighter = {form: cost.total for form, cost in costs.items() if cost.flops < costs["dense"].flops}
-    if not lighter:
-        return pick("dense", "no chain needs less arithmetic")
-
-    runners = {"dense": dense}
-    for form, total in lighter.items():
-        if total <= HOPELESS * min(lighter.values()):
-            runners[form] = with_layout(chain(layer, form).eval(), channels_last)
-    inputs = [call.random_input(layer.lambdas.device) for call in calls]
-    runs = {form: partial(_run_all, runner, inputs) for form, runner in runners.items()}
-    try:
-        seconds = fastest(runs, layer.lambdas.device, cuda_graph=cuda_graph)
-    except RuntimeError:
-        if not cuda_graph:
-            raise
-        seconds = fastest(runs, layer.lambdas.device)  # somebody else is capturing, perhaps
-    best = min(seconds, key=lambda form: seconds[form])
-    if seconds[best] < GAIN * seconds["dense"]:
-        return pick(best, f"fastest of {len(runners)} timed", seconds=seconds)
-    return pick("dense", f"none of {len(runners) - 1} chains timed is faster", seconds=seconds)
-
-
-def _choose_model(
-    model: nn.Module,
-    dense: nn.Module,
-    picks: Mapping[Way, dict[str, LayerForm]],
-    light_relus: bool,
-    sliceable: bool,
-    cuda_graph: bool,
-    example_input: Inputs,
-    whole_dense: bool,
+def _choose_candidate(
+    candidates: Mapping[str, tuple[Factorization, nn.Module]], traced: Trace, cuda_graph: bool
 ) -> Factorization:
-    """The whole model in the picked forms and, if allowed, dense, in every layout: the fastest.
-
-    If poolings may be sliced, channels last, as they are and sliced.
-    """
-    options = {("chosen", *way): layers for way, layers in picks.items()}
-    if whole_dense:
-        reason = "the model as a whole is faster dense"
-        for way, layers in picks.items():
-            if any(pick.form != "dense" for pick in layers.values()):
-                options["dense", *way] = {
-                    name: pick if pick.form == "dense" else replace(pick, form="dense", reason=reason)
-                    for name, pick in layers.items()
-                }
-    runs, known = {}, set()
-    for option, layers in options.items():
-        forms, layout = {name: layer.form for name, layer in layers.items()}, option[1]
-        if (same := (layout, *forms.values())) in known:
-            continue
-        known.add(same)
-        for sliced in (False, True) if sliceable and layout else (False,):
-            twin = plain_copy(model, forms, layout, light_relus, sliced).eval()
-            runs[*option, sliced] = partial(run, twin, example_input)
-    nothing = ("baseline", False, False, False)
-    entrants = runs | {nothing: partial(run, dense, example_input)}
-    seconds = fastest(entrants, next(dense.parameters()).device, cuda_graph=cuda_graph)
-    kind, layout, as_graph, sliced = best = min(runs, key=lambda key: seconds[key])
-    spent = {"dense": seconds[nothing], "chosen": seconds[best]}
-    return Factorization(options[kind, layout, as_graph], layout, light_relus, spent, sliced)
-
-
-def _as_fused(
-    model: nn.Module, name: str, pick: LayerForm, form: str | None, calls: Mapping[str, list[Call]]
-) -> LayerForm:
-    """The pick, unless the layer is a stage: then what that costs."""
-    if form is None:
-        return pick
-    cost, layer = pick.costs["dense"], canonical_layers(model)[name]
-    if form == FUSED:
-        plain = chain(layer, forms_of(layer)[0], empty=True)  # the same arithmetic
-        cost = form_cost(plain, [call.shape for call in calls[name]], "cuda" if layer.lambdas.is_cuda else "cpu")
-    seconds = {name: value for name, value in pick.seconds.items() if name != form}  # it was not timed by itself
-    return replace(pick, form=form, reason="in line with others", costs=pick.costs | {form: cost}, seconds=seconds)
+    """Time the candidates and the dense model, and return the smallest of the fastest candidates."""
+    runs = {name: partial(run, twin, traced.inputs) for name, (_, twin) in candidates.items()}
+    runs["unchanged"] = partial(run, traced.dense, traced.inputs)
+    seconds = fastest(runs, traced.device, cuda_graph=cuda_graph)
+    sizes = {name: choice.total("chosen").parameters for name, (choice, _) in candidates.items()}
+    best = smallest_of_fastest({name: seconds[name] for name in candidates}, sizes)
+    return replace(candidates[best][0], seconds={"dense": seconds["unchanged"], "chosen": seconds[best]})

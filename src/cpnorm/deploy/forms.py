@@ -1,8 +1,8 @@
-"""What a canonical layer can be run as: short chains of plain layers that compute the same, and what each one costs.
+"""Build the forms of a canonical layer, which are short chains of plain layers, and model what each costs.
 
-A term of W takes the input channels to one number, runs along the axes of the kernel, and goes out to the output
-channels. A chain cuts that into steps: the first reads the input channels, the last writes the output channels, and
-every axis of the kernel belongs to one of the steps. The cut is the whole form.
+A term of W maps the input channels to one number, filters it along the axes of the kernel, and maps it to the output
+channels. A chain splits that into steps: the first reads the input channels, the last writes the output channels, and
+every axis of the kernel belongs to one of the steps. The split is what defines a form.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import add, floordiv, getitem
 from typing import Any, cast
 
 import torch
@@ -26,29 +27,31 @@ from cpnorm.nn.planner import linear_modes
 CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 CONV_TRANSPOSE = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
-# A forward pass in matrix-product FLOPs: what moving a byte and starting a kernel cost. Fitted on a CPU to 105 layers,
-# ranks and batch sizes: the form modelled as cheapest takes 4 % longer than the fastest, 58 % at worst.
+# Costs of moving a byte and of launching a kernel, in matrix-product FLOPs. Fitted on a CPU to 105 layers, ranks and
+# batch sizes: the form modelled as cheapest takes 4 % longer than the fastest on average, 58 % at worst.
 FLOPS_PER_BYTE = {"cpu": 12.0, "cuda": 120.0}
 FLOPS_PER_CALL = {"cpu": 5e6, "cuda": 5e8}
 
 Steps = tuple[tuple[int, ...], ...]  # the axes of the kernel that each step takes
 LINEAR = "linear-"  # forms whose first step is a linear layer
 ALIGNED = "aligned-"  # forms made for tensor cores
-ALIGNMENT = 8  # numbers that tensor cores take at once: others' products fall to kernels half as fast
+ALIGNMENT = 8  # tensor cores take this many numbers at once; other widths run on kernels half as fast
 
 
-# --- which forms there are ----------------------------------------------------------------------------------------
+# --- names --------------------------------------------------------------------------------------------------------
 
 
 def forms_of(layer: CPLayer) -> list[str]:
-    """Names of the chains a layer can become, besides "dense".
+    """Return the names of the chains that a layer can become, besides "dense".
 
-    "low-rank": two linear maps, or two 1x1 convolutions; "depthwise": 1x1 -> kxk for each term -> 1x1;
-    "separable": 1x1 -> kx1 -> 1xk -> 1x1; "split": kx1 -> 1xk; "pointwise-first": 1x1 -> kxk;
-    "pointwise-last": kxk -> 1x1; "unflatten": a linear layer with finer modes, as 1x1 -> depthwise -> linear.
-    "linear-depthwise" and its like begin with a linear layer over the channels instead of a 1x1 convolution;
-    "aligned-depthwise" and its like have a few zero terms more, so that their number is a multiple of 8, and end with a
-    linear layer over the channels, which adds its bias on the way.
+    - "low-rank": two linear maps, or two 1x1 convolutions;
+    - "depthwise": 1x1 -> kxk for each term -> 1x1;
+    - "separable": 1x1 -> kx1 -> 1xk -> 1x1, and "split": kx1 -> 1xk; not for transposed convolutions;
+    - "pointwise-first": 1x1 -> kxk, and "pointwise-last": kxk -> 1x1;
+    - "unflatten": a linear layer with finer modes, as 1x1 -> depthwise -> linear;
+    - "linear-depthwise" and others with this prefix begin with a linear layer over the channels, not a 1x1 convolution;
+    - "aligned-depthwise" and others with this prefix have zero terms added up to a multiple of 8, and end with a linear
+      layer over the channels, which adds the bias in the same kernel.
     """
     found = list(_conv_steps(cast(_ConvNd, layer))) if not isinstance(layer, nn.Linear) else ["low-rank"]
     if isinstance(layer, nn.Linear) and 2 <= len(linear_modes(layer)[1]) <= 4:
@@ -61,7 +64,8 @@ def _conv_steps(conv: _ConvNd) -> dict[str, Steps]:
     found: dict[str, Steps] = {"low-rank": (axes, ())}
     if math.prod(conv.kernel_size) > 1:
         found = {"depthwise": ((), axes, ())}
-        if len(axes) > 1:
+        # The steps of a transposed convolution share one output_size, so that one of them takes all the axes.
+        if len(axes) > 1 and not conv.transposed:
             found["separable"] = ((), *((axis,) for axis in axes), ())
             found["split"] = (axes[:1], axes[1:])
         found |= {"pointwise-first": ((), axes), "pointwise-last": (axes, ())}
@@ -70,19 +74,22 @@ def _conv_steps(conv: _ConvNd) -> dict[str, Steps]:
 
 
 def _moves(conv: _ConvNd, axis: int) -> bool:
-    """Whether the layer does anything along this axis of the kernel."""
+    """Return True if the layer does anything along this axis of the kernel."""
     padding = 0 if isinstance(conv.padding, str) else int(conv.padding[axis])
     return max(conv.kernel_size[axis], conv.stride[axis]) > 1 or max(padding, int(conv.output_padding[axis])) > 0
 
 
-# --- building one -------------------------------------------------------------------------------------------------
+# --- chains -------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def chain(layer: CPLayer, form: str, *, empty: bool = False) -> nn.Sequential:
-    """The layer in this form: plain torch layers that together compute what it computes.
+def chain(layer: CPLayer, form: str, *, empty: bool = False) -> nn.Module:
+    """Return plain torch layers that together compute what the layer computes, and take the same calls.
 
-    Empty: without values (on the meta device), at no cost in time and memory, to look at shapes only.
+    Args:
+        layer: a canonical layer.
+        form: one of ``forms_of(layer)``.
+        empty: build it on the meta device, at no cost in time and memory, for its shapes only.
     """
     if form not in forms_of(layer):
         raise ValueError(f"expected form to be one of {', '.join(forms_of(layer))}, got {form!r}")
@@ -97,38 +104,66 @@ def chain(layer: CPLayer, form: str, *, empty: bool = False) -> nn.Sequential:
         plain = _linear_chain(layer, base, scales, factors)
     else:
         steps = _conv_steps(cast(_ConvNd, layer))[base]
-        plain = _conv_chain(cast(_ConvNd, layer), steps, scales, factors)
+        layers = _conv_chain(cast(_ConvNd, layer), steps, scales, factors)
         if form.startswith(LINEAR):
-            plain[0] = _over_channels(cast(_ConvNd, plain[0]))
+            layers["into"] = _over_channels(cast(_ConvNd, layers["into"]))
         if aligned and not steps[-1] and layer.groups == 1:
-            plain[-1] = _over_channels(cast(_ConvNd, plain[-1]))
+            layers["out"] = _over_channels(cast(_ConvNd, layers["out"]))
+        plain = _transposed_chain(layers) if layer.transposed else nn.Sequential(layers)
     plain.to(device, layer.lambdas.dtype).requires_grad_(layer.lambdas.requires_grad)
     return plain.train(layer.training)
 
 
-def _linear_chain(layer: nn.Linear, form: str, scales: Tensor, factors: Sequence[Tensor]) -> nn.Sequential:
+def dense_form(layer: CPLayer) -> nn.Module:
+    """Return the plain layer without values, on the meta device."""
+    if isinstance(layer, nn.Linear):
+        return nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+    conv = cast(_ConvNd, layer)
+    weight = torch.empty(conv.out_channels, conv.in_channels // conv.groups, *conv.kernel_size, device="meta")
+    weight = weight.to(layer.lambdas.dtype)
+    return _conv_step(conv, range(len(conv.kernel_size)), weight, conv.groups, conv.bias).to("meta")
+
+
+def _linear_chain(layer: nn.Linear, form: str, scales: Tensor, factors: Sequence[Tensor]) -> nn.Module:
     outputs, inputs = linear_modes(layer)
     out, into = factors[: len(outputs)], factors[len(outputs) :]
     first, last = split_scale(scales)
     rank, space = len(scales), inputs[1:]
-    closing = _plain(nn.Linear(rank, layer.out_features, device="meta"), khatri_rao(out) * last, layer.bias)
+    last_step = _plain(nn.Linear(rank, layer.out_features, device="meta"), khatri_rao(out) * last, layer.bias)
     if form == "low-rank":
-        opening = _plain(nn.Linear(layer.in_features, rank, device="meta"), (khatri_rao(into) * first).mT)
-        return nn.Sequential(OrderedDict(into=opening, out=closing))
+        first_step = _plain(nn.Linear(layer.in_features, rank, device="meta"), (khatri_rao(into) * first).mT)
+        return nn.Sequential(OrderedDict(into=first_step, out=last_step))
     conv, ones = cast(type[nn.Conv2d], CONV[len(space) - 1]), (1,) * len(space)
     pointwise = conv(inputs[0], rank, 1, device="meta")
     depthwise = conv(rank, rank, cast(Any, space), groups=rank, device="meta")
-    steps: dict[str, nn.Module] = {
-        "unflatten": nn.Unflatten(-1, inputs),
+    steps = {
         "into": _plain(pointwise, (into[0] * first).mT.reshape(rank, -1, *ones)),
         "depthwise": _plain(depthwise, khatri_rao(into[1:]).mT.reshape(rank, 1, *space)),
-        "flatten": nn.Flatten(-1 - len(space)),
-        "out": closing,
+        "out": last_step,
     }
-    return nn.Sequential(OrderedDict(steps))
+    # A convolution takes one leading dimension, a linear layer any number of them.
+    graph = Graph()
+    x = graph.placeholder("input")
+    leading = graph.call_function(getitem, (graph.call_function(getattr, (x, "shape")), slice(None, -1)))
+    rows = graph.call_function(floordiv, (graph.call_method("numel", (x,)), layer.in_features))
+    y = graph.call_method("reshape", (x, (rows, *inputs)))
+    y = graph.call_module("depthwise", (graph.call_module("into", (y,)),))
+    y = graph.call_module("out", (graph.call_method("flatten", (y, 1)),))
+    graph.output(graph.call_method("reshape", (y, graph.call_function(add, (leading, (layer.out_features,))))))
+    return GraphModule(steps, graph, "UnflattenedChain")
 
 
-def _conv_chain(conv: _ConvNd, steps: Steps, scales: Tensor, factors: Sequence[Tensor]) -> nn.Sequential:
+def _transposed_chain(steps: dict[str, nn.Module]) -> GraphModule:
+    """Return a chain that takes ``output_size``, as transposed convolutions do."""
+    graph = Graph()
+    x, size = graph.placeholder("input"), graph.placeholder("output_size", default_value=None)
+    for name, step in steps.items():
+        x = graph.call_module(name, (x, size) if isinstance(step, CONV_TRANSPOSE) else (x,))
+    graph.output(x)
+    return GraphModule(dict(steps), graph, "TransposedChain")
+
+
+def _conv_chain(conv: _ConvNd, steps: Steps, scales: Tensor, factors: Sequence[Tensor]) -> OrderedDict[str, nn.Module]:
     into, out = factors[:2] if conv.transposed else (factors[1], factors[0])
     kernels, groups = factors[2:], conv.groups
     for axis, kernel in enumerate(kernels):
@@ -139,7 +174,7 @@ def _conv_chain(conv: _ConvNd, steps: Steps, scales: Tensor, factors: Sequence[T
     into = (into * first).reshape(-1, conv.in_channels // groups, len(scales)).expand(groups, -1, -1)  # (g, I / g, R)
     out = (out * last).repeat(groups if conv.transposed else 1, 1)  # (O, R)
 
-    layers: dict[str, nn.Module] = {}
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
     for axes in steps:
         kernel = _kernel(kernels, axes)  # (R, k, ...), 1 along the axes of other steps
         if not layers:
@@ -152,7 +187,7 @@ def _conv_chain(conv: _ConvNd, steps: Steps, scales: Tensor, factors: Sequence[T
         else:
             weight = torch.einsum("or,r...->or...", out, kernel)  # (O, R, k, ...)
             layers["out"] = _conv_step(conv, axes, weight, groups, conv.bias)
-    return nn.Sequential(OrderedDict(layers))
+    return layers
 
 
 def _kernel(kernels: Sequence[Tensor], axes: Iterable[int]) -> Tensor:  # [(k_i, R)] -> (R, k or 1, ...)
@@ -166,7 +201,7 @@ def _kernel(kernels: Sequence[Tensor], axes: Iterable[int]) -> Tensor:  # [(k_i,
 def _conv_step(
     conv: _ConvNd, axes: Sequence[int], weight: Tensor, groups: int, bias: Tensor | None = None
 ) -> nn.Module:
-    """One plain convolution with this weight (out, in / groups, k, ...), moving as the layer does along these axes."""
+    """Return a convolution with this weight (out, in / groups, k, ...) that moves as the layer along these axes."""
 
     def along(values: Sequence[int], elsewhere: int) -> Any:
         return tuple(int(values[a]) if a in axes else elsewhere for a in range(len(conv.kernel_size)))
@@ -187,12 +222,12 @@ def _conv_step(
 
 
 def _over_channels(conv: _ConvNd) -> GraphModule:
-    """A 1x1 convolution as a linear layer, between two views: channels last, nothing is moved for them.
+    """Return a 1x1 convolution as a linear layer between two views, which copy nothing if channels are last.
 
-    A module of torch's own that carries its code, since torch has no layer that turns dimensions.
+    torch has no layer that permutes dimensions: a GraphModule carries its own code and needs no cpnorm.
     """
     linear = _plain(nn.Linear(conv.in_channels, conv.out_channels, device="meta"), conv.weight.flatten(1), conv.bias)
-    channels = 1 - conv.weight.ndim  # counted from behind: there may be no batch
+    channels = 1 - conv.weight.ndim  # counted from the end, since there may be no batch dimension
     graph = Graph()
     x = graph.call_method("movedim", (graph.placeholder("x"), channels, -1))
     x = graph.call_method("movedim", (graph.call_module("linear", (x,)), -1, channels))
@@ -201,13 +236,13 @@ def _over_channels(conv: _ConvNd) -> GraphModule:
 
 
 def _plain(layer: nn.Module, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
-    """A layer built on the meta device (no memory, no random numbers drawn) gets its values."""
+    """Give values to a layer built on the meta device, where it takes no memory and draws no random numbers."""
     layer.weight = nn.Parameter(weight.contiguous())
     layer.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
     return layer
 
 
-# --- what it costs ------------------------------------------------------------------------------------------------
+# --- costs --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -220,28 +255,25 @@ class FormCost:
 
 
 def form_cost(layer: nn.Module, shapes: Iterable[Sequence[int]], device: str = "cpu") -> FormCost:
-    """Modelled cost of a plain layer, or of a chain of them, called once on each of these input shapes."""
+    """Model the cost of a layer or chain on the meta device, called once on each of these input shapes."""
     flops, total = 0, 0.0
-    steps = list(layer) if isinstance(layer, nn.Sequential) else [layer]
-    for shape in shapes:
-        for step in steps:
-            after = _output_shape(step, shape)
-            weight = next((p for name, p in step.named_parameters() if name.endswith("weight")), None)
-            if weight is not None:
-                work = 2 * weight.numel() * math.prod(shape if _transposed(step) else after) // weight.shape[0]
-                moved = weight.element_size() * (weight.numel() + math.prod(shape) + math.prod(after))
-                flops += work
-                total += work + moved * FLOPS_PER_BYTE[device] + FLOPS_PER_CALL[device]
-            shape = after
+
+    def count(step: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        nonlocal flops, total
+        weight = cast(Tensor, step.weight)
+        positions = inputs[0] if isinstance(step, CONV_TRANSPOSE) else output
+        work = 2 * weight.numel() * positions.numel() // weight.shape[0]
+        moved = weight.element_size() * (weight.numel() + inputs[0].numel() + output.numel())
+        flops += work
+        total += work + moved * FLOPS_PER_BYTE[device] + FLOPS_PER_CALL[device]
+
+    steps = [step for step in layer.modules() if "weight" in step._parameters]
+    handles = [step.register_forward_hook(count) for step in steps]
+    dtype = next(p.dtype for p in layer.parameters())
+    try:
+        for shape in shapes:
+            layer(torch.empty(tuple(shape), dtype=dtype, device="meta"))
+    finally:
+        for handle in handles:
+            handle.remove()
     return FormCost(sum(p.numel() for p in layer.parameters()), flops, total)
-
-
-def _transposed(step: nn.Module) -> bool:
-    return isinstance(step, _ConvNd) and step.transposed
-
-
-def _output_shape(step: nn.Module, shape: Sequence[int]) -> tuple[int, ...]:
-    parameters = {name: p.detach().to("meta") for name, p in step.named_parameters()}
-    dtype = next((p.dtype for p in parameters.values()), torch.float32)
-    x = torch.empty(tuple(shape), dtype=dtype, device="meta")
-    return tuple(torch.func.functional_call(step, parameters, (x,)).shape)

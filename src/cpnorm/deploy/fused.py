@@ -1,243 +1,270 @@
-"""Models with stages in the place of canonical layers and of what is behind them, where layers stand in line."""
+"""Fuse canonical layers with what follows them into blocks with kernels of their own, wherever the graph shows how."""
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import add, iadd
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from cpnorm._checks import Inputs
-from cpnorm.deploy.rewrite import DROPOUTS, halves_maps
-from cpnorm.deploy.tracing import has_hooks, places_in, run
+from cpnorm.deploy.rewrite import (
+    DROPOUTS,
+    Rewrites,
+    halves_maps,
+    is_fixed_norm,
+    make_plain,
+    output_layer,
+    scale_and_shift,
+)
+from cpnorm.deploy.tracing import Part, count_places, has_hooks
 from cpnorm.gpu.fused_blocks import FusedBlock, FusedEpilogue, can_fuse, fused_block, fused_input
 from cpnorm.nn.layers import CPConv2d, CPLayer, CPLinear, tie_key
+from cpnorm.nn.running import run
 
-FUSED, FUSED_PATCHES = "fused", "fused-patches"
-ROUNDING = 0.03  # of a stage's output: bfloat16 is off by 0.003, one of sixteen terms left out by 0.25
-
-
-class Place(NamedTuple):
-    """Of a layer in a Sequential."""
-
-    sequence: nn.Sequential
-    name: str
-
-    @property
-    def layer(self) -> nn.Module:
-        """That stands there."""
-        return self.sequence.get_submodule(self.name)
-
-    def put(self, layer: nn.Module) -> None:
-        """Another one there."""
-        self.sequence.register_module(self.name, layer.train(self.sequence.training))
-
-    def clear(self) -> None:
-        """Nothing stands there any more."""
-        del self.sequence._modules[self.name]
+FUSED, FUSED_PATCHES = FUSED_FORMS = "fused", "fused-patches"
+ROUNDING = 0.03  # of a block's output: bfloat16 is off by 0.003, one of sixteen terms left out by 0.25
+RELUS = (F.relu, torch.relu, torch.relu_, "relu", "relu_")
+ADDS = (add, iadd, torch.add, "add", "add_")
+FLATTENS = (torch.flatten, "flatten")
 
 
-class Behind(NamedTuple):
-    """What follows a layer: whether a ReLU and a pooling, how many places they take, and a batch norm before them."""
+@torch.inference_mode(False)
+def fused_copy(
+    model: nn.Module,
+    forms: Mapping[str, str],
+    channels_last: bool,
+    rewrites: Rewrites,
+    parts: Sequence[Part],
+    widest: int,
+) -> tuple[nn.Module, dict[str, str], bool]:
+    """Copy a model with fused blocks for canonical layers of at most this rank, and fused epilogues after the others.
 
-    relu: bool
-    pool: bool
-    places: int
-    norm: nn.BatchNorm2d | None = None
-
-
-def fuse_blocks(model: nn.Module, widest: int) -> dict[str, str]:
-    """Let canonical layers of at most so many terms be stages, with what is behind them; their forms by name.
-
-    A first layer of few input channels runs on patches of the image, whatever its number of terms, but not for 0.
+    Returns:
+        The copy, the forms of the layers that are fused in it, by name, and whether it has any kernels at all.
     """
-    names = {id(module): name for name, module in model.named_modules()}
-    places = places_in(model)
-    tied = Counter(tie_key(module) for module in model.modules() if isinstance(module, CPLayer))
-    staged: dict[str, str] = {}
-
-    def fits(layer: nn.Module | None, *, patches: bool = False) -> bool:
-        if not isinstance(layer, CPLayer) or has_hooks(layer):
-            return False
-        alone = places[id(layer)] == 1 and tied[tie_key(layer)] == 1
-        return alone and can_fuse(layer, patches=patches) and (patches or layer.rank <= widest)
-
-    for line in lines_of(model):
-        first = 0
-        while first < len(line):
-            layer, end = line[first].layer, first
-            patches = widest > 0 and fits(layer, patches=True)
-            pieces: list[nn.Module] = [] if patches or not fits(layer) else [fused_input(cast(CPLayer, layer))]
-            while patches or pieces:
-                staged[names[id(layer)]] = FUSED_PATCHES if patches else FUSED
-                conv = isinstance(layer, CPConv2d)
-                behind = behind_of(line, end + 1, maps=conv, norms=conv)
-                end += 1 + behind.places
-                then = line[end].layer if end < len(line) else None
-                goes_on = fits(then) and conv == isinstance(then, CPConv2d)
-                following = cast(CPLayer, then) if goes_on else None
-                pieces.append(_stage(layer, behind, following, patches))
-                patches = False
-                if not goes_on:
-                    flattened = _linear_behind(line, end) if conv else None
-                    if flattened is None or not fits(then := line[flattened].layer):
-                        break
-                    channels = cast(CPConv2d, layer).out_channels
-                    if cast(CPLinear, then).in_features % channels:  # then it was not these maps that were flattened
-                        break
-                    pieces.append(fused_input(cast(CPLayer, then), channels))
-                    end = flattened
-                layer = cast(CPLayer, then)
-            if pieces:
-                line[first].put(nn.Sequential(*pieces))
-                for place in line[first + 1 : end]:
-                    place.clear()
-            first = max(end, first + 1)
-    return staged
-
-
-def _stage(layer: nn.Module, behind: Behind, following: CPLayer | None, patches: bool) -> FusedBlock:
-    scale = None if behind.norm is None else scale_and_shift(behind.norm)
-    asked = {"relu": behind.relu, "pool": behind.pool, "patches": patches}
-    return fused_block(cast(CPLayer, layer), following=following, affine=scale, **asked)
-
-
-def fuse_epilogues(model: nn.Module) -> bool:
-    """Let bias, ReLU and pooling behind convolutions, and ReLU and pooling behind others, be one; False if none are.
-
-    A batch norm right behind a convolution goes into its weights.
-    """
-    places = places_in(model)
-    tied = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
-    found = False
-    for line in lines_of(model):
-        at = 0
-        while at < len(line):
-            layer = line[at].layer
-            conv = type(layer) is nn.Conv2d and places[id(layer)] == 1 and not has_hooks(layer)
-            behind = behind_of(line, at + 1, norms=conv and tied[id(layer.weight)] == 1)
-            bias = cast(Tensor | None, layer.bias) if conv else None
-            if behind.norm is not None:
-                bias = _scale(cast(nn.Conv2d, layer), behind.norm)
-            if behind.pool or (bias is not None and (behind.relu or behind.norm is not None)):
-                if conv:
-                    layer.register_parameter("bias", None)
-                line[at + 1].put(FusedEpilogue(bias, relu=behind.relu, pool=behind.pool))
-                for place in line[at + 2 : at + 1 + behind.places]:
-                    place.clear()
-                found = True
-            at += 1 + behind.places
-    return found
-
-
-@torch.no_grad()
-def _scale(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> Tensor:
-    """Take a batch norm into the weight of the convolution before it; the bias that they have together."""
-    scale, shift = scale_and_shift(norm)
-    conv.weight.copy_(conv.weight * scale[:, None, None, None])
-    return (shift if conv.bias is None else conv.bias * scale + shift).to(conv.weight.dtype)
-
-
-@torch.no_grad()
-def scale_and_shift(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
-    """What a batch norm in evaluation mode does to each channel, in single precision or more."""
-    mean, variance = cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var)
-    wide = torch.promote_types(torch.float32, mean.dtype)
-    mean, variance = mean.to(wide), variance.to(wide)
-    scale = (variance + norm.eps).rsqrt()
-    if norm.weight is not None:
-        scale = scale * norm.weight
-    return scale, -mean * scale if norm.bias is None else norm.bias - mean * scale
+    twin = copy.deepcopy(model)
+    fusing = [_Fusing(twin, part) for part in parts]
+    fused: dict[str, str] = {}
+    for one in fusing:
+        fused |= one.fuse_blocks(widest)
+    twin = make_plain(twin, forms, channels_last, rewrites)
+    for one in fusing:
+        one.fuse_epilogues()
+    for one in fusing:
+        twin = one.put_into(twin)
+    return twin, fused, any(one.changed for one in fusing)
 
 
 def kernels_match_torch(model: nn.Module, example_input: Inputs) -> bool:
-    """Whether every stage and closing makes of what it gets what torch's operations make of it, up to rounding.
+    """Return True if every fused module computes what torch's operations compute of its input, up to rounding.
 
-    What a compiler made wrong may not show in the model's output, most of which may come from biases.
+    A kernel that was compiled wrong may not show in the model's output, most of which may come from biases.
     """
-    right: list[bool] = []
+    match: list[bool] = []
 
-    def compare(stage: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
-        wanted = cast(FusedBlock | FusedEpilogue, stage).by_torch(*inputs).double()
-        right.append(bool((output.double() - wanted).norm() <= ROUNDING * wanted.norm()))
+    def check(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        wanted = cast(FusedBlock | FusedEpilogue, module).by_torch(*inputs).double()
+        match.append(bool((output.double() - wanted).norm() <= ROUNDING * wanted.norm()))
 
-    stages = [module for module in model.modules() if isinstance(module, FusedBlock | FusedEpilogue)]
-    handles = [stage.register_forward_hook(compare) for stage in stages]
+    fused = [module for module in model.modules() if isinstance(module, FusedBlock | FusedEpilogue)]
+    handles = [module.register_forward_hook(check) for module in fused]
     try:
         run(model, example_input)
     finally:
         for handle in handles:
             handle.remove()
-    return all(right)
+    return all(match)
 
 
-# --- lines --------------------------------------------------------------------------------------------------------
+@dataclass
+class _Tail:
+    """What follows a layer and one kernel can do with it: batch norm, residual, ReLU and 2x2 max pooling."""
+
+    nodes: list[Node]  # the layer, and all that the kernel does besides
+    norm: _BatchNorm | None = None
+    residual: Node | None = None
+    relu: bool = False
+    pool: bool = False
+
+    @property
+    def last(self) -> Node:
+        return self.nodes[-1]
 
 
-def lines_of(model: nn.Module) -> list[list[Place]]:
-    """Places whose layers are called one after the other, a Sequential inside of another as part of it."""
-    lines: list[list[Place]] = []
-    places = places_in(model)
-    seen = {module for module, count in places.items() if count > 1}  # what stands in several places is in no line
+class _Fusing:
+    """Fuse the layers of one traced part of a model, whose graph then replaces the part's forward."""
 
-    def walk(module: nn.Module, line: list[Place] | None) -> None:
-        if id(module) in seen:  # in another line already
-            return
-        seen.add(id(module))
-        in_line = _is_line(module)
-        if in_line and line is None:
-            lines.append(line := [])
-        for name, child in module._modules.items():
-            if child is None:
+    def __init__(self, model: nn.Module, part: Part) -> None:
+        self.name, self.root = part.name, model.get_submodule(part.name)
+        self.graph: Graph = copy.deepcopy(part.graph)
+        self.graph._tracer_cls = None  # it would be pickled with the model
+        self.changed = False
+        self.held = list(model.modules())  # so that no other module gets the id of one that is replaced
+        self.places = count_places(model)
+        self.tied = Counter(tie_key(module) for module in model.modules() if isinstance(module, CPLayer))
+        self.calls = Counter(node.target for node in self.graph.nodes if node.op == "call_module")
+
+    def put_into(self, model: nn.Module) -> nn.Module:
+        """Replace the part by a module that runs the graph, if anything was fused; return the model."""
+        if not self.changed:
+            return model
+        self.graph.lint()
+        made = GraphModule(self.root, self.graph, type(self.root).__name__)
+        if not self.name:
+            return made
+        model.set_submodule(self.name, made)
+        return model
+
+    # --- blocks ---------------------------------------------------------------------------------------------------
+
+    def fuse_blocks(self, widest: int) -> dict[str, str]:
+        """Make fused blocks of canonical layers of at most this rank; return their forms by name.
+
+        A layer of few input channels runs on patches of the image, whatever its rank, unless the limit is 0.
+        """
+        fused: dict[str, str] = {}
+        terms: dict[Node, Node] = {}  # by layers: the node that makes their terms
+        for node in list(self.graph.nodes):
+            patches = widest > 0 and node not in terms and self._fits(node, widest, patches=True)
+            if not patches and not self._fits(node, widest):
                 continue
-            if in_line and line is not None and not (_is_line(child) and id(child) not in seen):
-                line.append(Place(module, name))  # type: ignore[arg-type]
-            walk(child, line if in_line and _is_line(child) else None)
+            layer = cast(CPLayer, self._module(node))
+            conv = isinstance(layer, CPConv2d)
+            tail = self._tail(node, maps=conv, norms=conv, residuals=conv)
+            then, flat = self._following(tail.last, layer, widest)
+            source = node.args[0] if patches else terms[node] if node in terms else self._input(node, node.args[0])
+            block = fused_block(
+                layer,
+                following=None if flat else cast(CPLayer | None, self._module(then)),
+                affine=None if tail.norm is None else scale_and_shift(tail.norm),
+                relu=tail.relu,
+                pool=tail.pool,
+                patches=patches,
+            )
+            fused[f"{self.name}.{node.target}".lstrip(".")] = FUSED_PATCHES if patches else FUSED
+            made = self._replace(tail.nodes, tail, cast(str, node.target), block, source)
+            if then is not None:
+                terms[then] = self._input(then, made, cast(CPConv2d, layer).out_channels) if flat else made
+        return fused
 
-    walk(model, None)
-    return lines
+    def _fits(self, node: Node | None, widest: int, *, patches: bool = False) -> bool:
+        layer = self._module(node)
+        if not isinstance(layer, CPLayer) or self.places[id(layer)] > 1 or self.tied[tie_key(layer)] > 1:
+            return False
+        return can_fuse(layer, patches=patches) and (patches or layer.rank <= widest)
+
+    def _following(self, last: Node, layer: CPLayer, widest: int) -> tuple[Node | None, bool]:
+        """Return the layer that can take this output as terms, if there is one, and whether it takes maps flattened."""
+        conv, then = isinstance(layer, CPConv2d), _only_user(last)
+        if self._fits(then, widest) and conv == isinstance(self._module(then), CPConv2d):
+            return then, False
+        if isinstance(layer, CPConv2d) and then is not None and self._flattens(then):
+            after = _only_user(then)
+            while after is not None and self._step(after) == "idle":
+                after = _only_user(after)
+            linear = self._module(after)
+            if self._fits(after, widest) and isinstance(linear, CPLinear):
+                return (after, True) if linear.in_features % layer.out_channels == 0 else (None, False)
+        return None, False
+
+    def _flattens(self, node: Node) -> bool:
+        module = self._module(node)
+        if module is not None:
+            return type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1)
+        return node.target in FLATTENS and node.args[1:] in ((1,), (1, -1)) and not node.kwargs
+
+    def _input(self, node: Node, source: Any, channels: int | None = None) -> Node:
+        """Insert the step from channels to the terms of a layer; with ``channels``, from maps that are not yet flat."""
+        name = f"{node.target}_input"
+        self.root.set_submodule(name, fused_input(cast(CPLayer, self._module(node)), channels))
+        with self.graph.inserting_before(node):
+            return self.graph.call_module(name, (source,))
+
+    # --- epilogues ------------------------------------------------------------------------------------------------
+
+    def fuse_epilogues(self) -> None:
+        """Make one kernel of bias, residual, ReLU and pooling after convolutions and chains that end with one."""
+        weights = Counter(id(p) for module in self.root.modules() for p in module._parameters.values() if p is not None)
+        for node in list(self.graph.nodes):
+            layer = self._module(node)
+            conv = None if layer is None else output_layer(layer)
+            if type(conv) is not nn.Conv2d or self.places[id(layer)] > 1 or weights[id(conv.weight)] > 1:
+                continue
+            tail = self._tail(node, maps=True, norms=False, residuals=True)
+            if tail.pool or tail.residual is not None or (conv.bias is not None and tail.relu):
+                epilogue = FusedEpilogue(conv.bias, relu=tail.relu, pool=tail.pool).train(conv.training)
+                conv.register_parameter("bias", None)
+                self._replace(tail.nodes[1:], tail, f"{node.target}_epilogue", epilogue, node)
+
+    # --- the graph ------------------------------------------------------------------------------------------------
+
+    def _module(self, node: Node | None) -> nn.Module | None:
+        """Return the module of a call, if it is the only call of it, with one argument, and it has no hooks."""
+        if node is None or node.op != "call_module" or self.calls[node.target] > 1:
+            return None
+        if len(node.args) != 1 or node.kwargs:
+            return None
+        module = self.root.get_submodule(cast(str, node.target))
+        return None if has_hooks(module) else module
+
+    def _step(self, node: Node) -> str:
+        """Return what a node does, if a kernel can do it too: "relu", "pool", "norm", "add", "idle", or nothing."""
+        module = self._module(node)
+        if module is not None:
+            idle = type(module) is nn.Identity or (type(module) in DROPOUTS and not module.training)
+            pool = type(module) is nn.MaxPool2d and halves_maps(module)
+            norm = type(module) is nn.BatchNorm2d and is_fixed_norm(module)
+            return "relu" if type(module) is nn.ReLU else "pool" if pool else "norm" if norm else "idle" if idle else ""
+        if node.op not in ("call_function", "call_method"):
+            return ""
+        if node.target in RELUS:
+            return "relu"
+        operands = len(node.args) == 2 and all(isinstance(arg, Node) for arg in node.args) and not node.kwargs
+        return "add" if node.target in ADDS and operands and node.args[0] is not node.args[1] else ""
+
+    def _tail(self, node: Node, *, maps: bool, norms: bool, residuals: bool) -> _Tail:
+        """Return what follows a node that a kernel can do with it, as long as nothing else reads what is between."""
+        tail = _Tail([node])
+        while (user := _only_user(tail.last)) is not None:
+            step = self._step(user)
+            bare = not (tail.relu or tail.pool or tail.residual)
+            if step == "relu":
+                tail.relu = True
+            elif step == "pool" and maps and not tail.pool and tail.residual is None:
+                tail.pool = True
+            elif step == "norm" and norms and bare and tail.norm is None:
+                tail.norm = cast(_BatchNorm, self._module(user))
+            elif step == "add" and residuals and bare:
+                tail.residual = cast(Node, user.args[1] if user.args[0] is tail.last else user.args[0])
+            elif step != "idle":
+                break
+            tail.nodes.append(user)
+        return tail
+
+    def _replace(self, nodes: list[Node], tail: _Tail, name: str, module: nn.Module, source: Any) -> Node:
+        """Call a module in the place of these nodes, the last ones of a tail; return its node."""
+        self.root.set_submodule(name, module)
+        unused = nodes[0].args[0]
+        with self.graph.inserting_after(tail.last):  # where a residual is there
+            made = self.graph.call_module(name, (source,) if tail.residual is None else (source, tail.residual))
+        tail.last.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+        for node in reversed(nodes):
+            self.graph.erase_node(node)
+        while isinstance(unused, Node) and not unused.users and unused.op != "placeholder":  # maps that were flattened
+            node, unused = unused, unused.args[0] if unused.args else None
+            self.graph.erase_node(node)
+        self.changed = True
+        return made
 
 
-def behind_of(line: Sequence[Place], start: int, *, maps: bool = True, norms: bool = False) -> Behind:
-    """ReLUs and at most one pooling of maps from this place on, in any order, for they commute; and what is idle.
-
-    Before them, if asked for, a batch norm that does to every image the same.
-    """
-    relu = pool = False
-    norm: nn.BatchNorm2d | None = None
-    for count, place in enumerate(line[start:]):
-        layer = place.layer
-        if type(layer) is nn.ReLU and not has_hooks(layer):
-            relu = True
-        elif maps and not pool and type(layer) is nn.MaxPool2d and halves_maps(layer) and not has_hooks(layer):
-            pool = True
-        elif norms and not (relu or pool or norm) and _is_fixed_norm(layer):
-            norm = cast(nn.BatchNorm2d, layer)
-        elif not _is_idle(layer):
-            return Behind(relu, pool, count, norm)
-    return Behind(relu, pool, len(line) - start, norm)
-
-
-def _is_fixed_norm(layer: nn.Module) -> bool:
-    fixed = type(layer) is nn.BatchNorm2d and not layer.training and layer.running_mean is not None
-    return fixed and not has_hooks(layer)
-
-
-def _linear_behind(line: Sequence[Place], start: int) -> int | None:
-    """Where the linear layer stands that takes these maps flattened."""
-    flatten = line[start].layer if start < len(line) else None
-    if type(flatten) is not nn.Flatten or has_hooks(flatten) or (flatten.start_dim, flatten.end_dim) != (1, -1):
-        return None
-    end = next((i for i in range(start + 1, len(line)) if not _is_idle(line[i].layer)), None)
-    return end if end is not None and isinstance(line[end].layer, CPLinear) else None
-
-
-def _is_line(module: nn.Module) -> bool:
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not has_hooks(module)
-
-
-def _is_idle(layer: nn.Module) -> bool:
-    idle = type(layer) is nn.Identity or (type(layer) in DROPOUTS and not layer.training)
-    return idle and not has_hooks(layer)
+def _only_user(node: Node) -> Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None

@@ -1,4 +1,4 @@
-"""Which of several ways to compute something is the fastest here: short, interleaved, on the clock."""
+"""Time candidates against each other: short, interleaved rounds, in which a busy machine slows all of them alike."""
 
 from __future__ import annotations
 
@@ -11,17 +11,27 @@ import torch
 Key = TypeVar("Key", bound=Hashable)
 
 LEAST_ROUNDS, CALM_ROUNDS = 3, 5
-LEAST_SECONDS, ENOUGH_SECONDS = 0.03, 0.5  # of a fastest: short runs take many rounds, which costs little
-HOPELESS = 2.0  # a runner at more than this multiple of the fastest is out
+LEAST_SECONDS, ENOUGH_SECONDS = 0.03, 0.5  # of one comparison: short runs take many rounds, which costs little
+HOPELESS = 2.0  # a run at more than this multiple of the fastest is timed no further
 
 
 def fastest(
-    runs: Mapping[Key, Callable[[], object]], device: torch.device, *, cuda_graph: bool = False
+    runs: Mapping[Key, Callable[[], object]],
+    device: torch.device,
+    *,
+    cuda_graph: bool = False,
+    enough_seconds: float = ENOUGH_SECONDS,
 ) -> dict[Key, float]:
-    """Seconds of each run, the best of some rounds: a busy machine only ever adds time.
+    """Return the seconds of each run, fastest first: its best round, since a busy machine only ever adds time.
 
-    It ends when no runner has found a faster time for some rounds, which is soon on a quiet machine, or when enough
-    time is spent. Captured: as graphs, so that a GPU's kernels are timed and not what it takes to start them.
+    Rounds end when no run has found a faster time for a while, which is soon on a quiet machine, or when enough time is
+    spent.
+
+    Args:
+        runs: functions without arguments, by name.
+        device: where they run.
+        cuda_graph: capture each as a CUDA graph, so that the kernels are timed and not their launches.
+        enough_seconds: spend no more than this on the rounds.
     """
 
     def seconds(run: Callable[[], object]) -> float:
@@ -37,7 +47,7 @@ def fastest(
         runs = {key: _as_cuda_graph(run) for key, run in runs.items()}
     best = dict.fromkeys(runs, float("inf"))
     alive, rounds, calm, spent = list(runs), 0, 0, 0.0
-    while rounds < LEAST_ROUNDS or (len(alive) > 1 and spent < ENOUGH_SECONDS):
+    while rounds < LEAST_ROUNDS or (len(alive) > 1 and spent < enough_seconds):
         if calm >= CALM_ROUNDS and spent >= LEAST_SECONDS:
             break
         rounds, calm = rounds + 1, calm + 1
@@ -49,7 +59,7 @@ def fastest(
             best[key] = min(best[key], taken)
         if rounds > 1:
             alive = [key for key in alive if best[key] <= HOPELESS * min(best.values())]
-    return best
+    return dict(sorted(best.items(), key=lambda item: item[1]))
 
 
 def _as_cuda_graph(run: Callable[[], object]) -> Callable[[], object]:

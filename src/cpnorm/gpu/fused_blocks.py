@@ -1,8 +1,8 @@
-"""Canonical layers run as fused: between two of them only terms are in memory, never all the channels.
+"""Fused blocks: canonical layers between which only terms are stored, never all the channels.
 
-A canonical layer takes its input channels to terms, weighs these by its taps and goes out to its output channels. What
-is behind it, a ReLU and a pooling, and the first step of the next layer are done while the channels are in registers:
-with few terms left, to write and read the channels is what takes the time.
+A canonical layer maps its input channels to terms, weighs these by its taps and maps them to its output channels. What
+follows it (batch norm, residual, ReLU, pooling) and the first step of the next layer are computed while the channels
+are in registers: at low rank, writing and reading the channels is what takes the time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cpnorm.nn.layers import CPConv2d, CPLayer, CPLinear
 from cpnorm.nn.planner import linear_modes
 
 WIDEST = 256  # terms that fit into registers
-LARGEST_PATCH = 64  # numbers that the kernel of a first layer sees
+LARGEST_PATCH = 64  # numbers under the kernel of a first layer
 MOST_TAPS = 49  # the kernel is unrolled over them
 
 Pair = tuple[int, int]
@@ -47,15 +47,15 @@ class _Fused(nn.Module):
 
 
 class FusedBlock(_Fused):
-    """Terms -> taps -> channels -> 2x2 max pooling -> bias -> ReLU -> channels, or terms of the next layer.
+    """Terms -> taps -> channels -> 2x2 max pooling -> bias -> residual -> ReLU -> channels, or terms of the next layer.
 
     With ``taps`` (kh, kw, R) the input is terms (N, H, W, R). With ``patches`` it is an image (N, I, H, W) in any
     layout and ``out`` (I * kh * kw rounded up, O) a dense weight. With neither, rows of terms (..., R). ``out`` is
     (R, O), ``bias`` (O,); with ``into`` (O, R2) the output is terms (N, H2, W2, R2) or (..., R2), without it channels
     (N, O, H2, W2), channels last, or (..., O). R and R2 are multiples of 16.
 
-    For inference: gradients reach the input, through torch's operations, and nothing else. ``blocks`` may be set to
-    overrule what is chosen for the GPU.
+    It is for inference: gradients reach the input, by torch's operations, and no weights. Set ``blocks`` to override
+    the sizes that are chosen for the GPU.
     """
 
     taps: Tensor | None
@@ -90,22 +90,24 @@ class FusedBlock(_Fused):
         self.relu, self.pool, self.patches = relu, pool, patches
         self.rows = taps is None and not patches
 
-    def forward(self, x: Tensor) -> Tensor:
-        """As the class says; by the kernel where that is possible, else by torch's operations."""
-        return self._in_shape(x, self._by_kernel if runs_kernel(x, self._buffers["out"]) else self._by_torch)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Compute the block, by the kernel if it can run, else by torch's operations; a residual is (N, O, H2, W2)."""
+        out = self._buffers["out"]
+        by_kernel = runs_kernel(x, out) and (residual is None or runs_kernel(residual, out))
+        return self._in_shape(x, residual, self._by_kernel if by_kernel else self._by_torch)
 
-    def by_torch(self, x: Tensor) -> Tensor:
-        """The same by torch's operations."""
-        return self._in_shape(x, self._by_torch)
+    def by_torch(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Compute the block by torch's operations."""
+        return self._in_shape(x, residual, self._by_torch)
 
-    def _in_shape(self, x: Tensor, way: Callable[[Tensor], Tensor]) -> Tensor:  # a way ends at (N, H2, W2, O or R2)
-        if self.rows:
-            y = way(x.reshape(-1, 1, 1, x.shape[-1]))
+    def _in_shape(self, x: Tensor, residual: Tensor | None, way: Callable[..., Tensor]) -> Tensor:
+        if self.rows:  # a way returns (N, H2, W2, O or R2)
+            y = way(x.reshape(-1, 1, 1, x.shape[-1]), residual)
             return y.reshape(*x.shape[:-1], y.shape[-1])
-        y = way(x)
+        y = way(x, residual)
         return y.movedim(-1, 1) if self._buffers["into"] is None else y
 
-    def _by_torch(self, x: Tensor) -> Tensor:
+    def _by_torch(self, x: Tensor, residual: Tensor | None) -> Tensor:
         where = (self.stride, self.padding, self.dilation)
         if self.patches:
             shape = (-1, x.shape[1], *self.kernel)
@@ -119,20 +121,22 @@ class FusedBlock(_Fused):
             x = F.max_pool2d(x.movedim(-1, 1), 2).movedim(1, -1)
         if self.bias is not None:
             x = x + self.bias
+        if residual is not None:
+            x = x + residual.movedim(1, -1)
         if self.relu:
             x = F.relu(x)
         return x.contiguous() if self.into is None else x @ self.into
 
-    def _by_kernel(self, x: Tensor) -> Tensor:
+    def _by_kernel(self, x: Tensor, residual: Tensor | None) -> Tensor:
         launch = torch.ops.cpnorm.fused_block if torch.compiler.is_compiling() else launch_fused_block
         own = self._buffers  # found faster than as attributes
-        weights = own["taps"], own["out"], own["bias"], own["into"]
+        tensors = own["taps"], own["out"], own["bias"], own["into"], residual
         moves = (*self.kernel, *self.stride, *self.padding, *self.dilation)
-        rest: tuple[Any, ...] = *weights, moves, self.relu, self.pool, self.patches, self.blocks or ()
+        rest: tuple[Any, ...] = *tensors, moves, self.relu, self.pool, self.patches, self.blocks or ()
         return cast(Tensor, launch(x if self.patches else x.contiguous(), *rest))
 
     def extra_repr(self) -> str:
-        """What it is made of."""
+        """Return the kind of input, the widths and what is fused."""
         entry = "patches" if self.patches else "rows" if self.rows else "terms"
         steps = [str(len(self.out)), str(self.out.shape[1]), *([] if self.into is None else [str(self.into.shape[1])])]
         parts = [f"{entry} {' -> '.join(steps)}", *(name for name in ("relu", "pool") if getattr(self, name))]
@@ -140,9 +144,9 @@ class FusedBlock(_Fused):
 
 
 class FusedInput(nn.Module):
-    """Channels -> the terms that a layer's block asks for: of the last dimension, or of maps (N, I, H, W).
+    """Channels -> terms of the layer in the next block, from the last dimension or from maps (N, I, H, W).
 
-    ``flat``: of all that is in the maps, for a linear layer behind them.
+    With ``flat`` the maps are flattened first, for a linear layer.
     """
 
     weight: Tensor
@@ -153,19 +157,19 @@ class FusedInput(nn.Module):
         self.maps, self.flat = maps, flat
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the class says."""
+        """Return the terms, in the last dimension."""
         if self.maps:
             x = x.movedim(1, -1)
         return F.linear(x.flatten(1) if self.flat else x, self.weight)
 
     def extra_repr(self) -> str:
-        """What it is made of."""
+        """Return the widths and the kind of input."""
         rank, channels = self.weight.shape
         return ", ".join([f"{channels} -> {rank}", *(name for name in ("maps", "flat") if getattr(self, name))])
 
 
 class FusedEpilogue(_Fused):
-    """2x2 max pooling -> bias -> ReLU of maps (N, C, H, W), in one kernel: what is behind a layer that is no block."""
+    """2x2 max pooling -> bias -> residual -> ReLU of maps (N, C, H, W) in one kernel, after a layer that is none."""
 
     bias: Tensor | None
 
@@ -174,38 +178,40 @@ class FusedEpilogue(_Fused):
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
         self.relu, self.pool = relu, pool
 
-    def forward(self, x: Tensor) -> Tensor:
-        """By the kernel where that is possible, else by torch's operations."""
-        return self._by_kernel(x) if x.ndim == 4 and runs_kernel(x, self.bias) else self.by_torch(x)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Compute it by the kernel if it can run, else by torch's operations."""
+        by_kernel = x.ndim == 4 and runs_kernel(x, self.bias) and (residual is None or runs_kernel(residual, x))
+        return self._by_kernel(x, residual) if by_kernel else self.by_torch(x, residual)
 
-    def by_torch(self, x: Tensor) -> Tensor:
-        """By torch's operations."""
+    def by_torch(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Compute it by torch's operations."""
         if self.pool:
             x = F.max_pool2d(x, 2)
         if self.bias is not None:
             x = x + self.bias[:, None, None]
+        if residual is not None:
+            x = x + residual
         return F.relu(x) if self.relu else x
 
-    def _by_kernel(self, x: Tensor) -> Tensor:
+    def _by_kernel(self, x: Tensor, residual: Tensor | None) -> Tensor:
         launch = torch.ops.cpnorm.fused_epilogue if torch.compiler.is_compiling() else launch_epilogue
-        return cast(Tensor, launch(x, self.bias, self.relu, self.pool))
+        return cast(Tensor, launch(x, self.bias, residual, self.relu, self.pool))
 
     def extra_repr(self) -> str:
-        """What it does."""
-        return ", ".join(
-            [name for name in ("relu", "pool") if getattr(self, name)] + ["bias"] * (self.bias is not None)
-        )
+        """Return what is fused."""
+        names = [name for name in ("relu", "pool") if getattr(self, name)]
+        return ", ".join(names + ["bias"] * (self.bias is not None))
 
 
 # --- from canonical layers ----------------------------------------------------------------------------------------
 
 
 def can_fuse(layer: nn.Module, *, patches: bool = False) -> bool:
-    """Whether a layer can be a block: a linear one or a plain 2-d convolution, canonical and of few terms.
+    """Return True if a layer can be a fused block: canonical, linear or a plain 2-d convolution, of low rank.
 
-    Patches: one that reads an image; its kernel must see few numbers, and the number of terms does not matter.
+    With ``patches`` it reads an image: at most 64 numbers may lie under its kernel, and the rank does not matter.
     """
-    if type(layer) is not CPConv2d:  # another's forward may do something else
+    if type(layer) is not CPConv2d:  # subclasses may have another forward
         return type(layer) is CPLinear and aligned(layer.rank) <= WIDEST and not patches
     taps = math.prod(layer.kernel_size)
     few = layer.in_channels * taps <= LARGEST_PATCH if patches else taps <= MOST_TAPS and aligned(layer.rank) <= WIDEST
@@ -224,10 +230,15 @@ def fused_block(
     following: CPLayer | None = None,
     patches: bool = False,
 ) -> FusedBlock:
-    """The layer and what is behind it as a block; with a following layer it delivers the terms of that one.
+    """Return a layer and what follows it as one block.
 
-    Affine: a scale and a shift of each channel, right behind the layer. Without patches the block asks for the layer's
-    terms: those of the block before, or of ``fused_input``.
+    Args:
+        layer: a layer that ``can_fuse``.
+        affine: scale and shift of each channel right after the layer, as of a batch norm in eval mode.
+        relu: end with a ReLU.
+        pool: max pooling of 2x2 windows.
+        following: the next layer, whose terms the block then returns instead of channels.
+        patches: take an image, not the layer's terms, which come from the block before or from ``fused_input``.
 
     >>> first = CPLinear(20, 30, rank=5, init="kaiming_normal")
     >>> second = CPLinear(30, 10, rank=3, init="kaiming_normal")
@@ -237,7 +248,7 @@ def fused_block(
     """
     for one, whole in ((layer, patches), (following, False)):
         if one is not None and not can_fuse(one, patches=whole):
-            raise ValueError(f"expected a layer that can be a block, got {one}")
+            raise ValueError(f"expected a layer that can be a fused block, got {one}")
     _, taps, out = _steps(layer)
     into = None if following is None else _steps(following)[0]
     if into is not None and len(into) != len(out):
@@ -264,10 +275,10 @@ def fused_block(
 @torch.inference_mode(False)
 @torch.no_grad()
 def fused_input(layer: CPLayer, channels: int | None = None) -> FusedInput:
-    """What takes a layer's input to the terms that its block asks for.
+    """Return the step from a layer's input to the terms that its block takes.
 
-    With ``channels`` the input of a linear layer is so many maps that are yet to be flattened; they lie channels last,
-    so that the weights are put in that order.
+    With ``channels`` a linear layer takes that many maps and flattens them itself. They lie channels last, and the
+    weights are put in that order.
     """
     into = _steps(layer)[0].mT  # (R, I)
     if channels is not None:
@@ -277,7 +288,7 @@ def fused_input(layer: CPLayer, channels: int | None = None) -> FusedInput:
 
 
 def _steps(layer: CPLayer) -> tuple[Tensor, Tensor | None, Tensor]:  # (I, R), (kh, kw, R) or None, (O, R)
-    """The three steps of a layer, its scales shared by the first and the last, with terms of zeros behind."""
+    """Return the three steps of a layer, padded by zero terms; its scales are split between the first and the last."""
     scales, factors = _wide_terms(layer)
     if isinstance(layer, CPLinear):
         count = len(linear_modes(layer)[0])
@@ -301,7 +312,7 @@ def _wide_terms(layer: CPLayer) -> tuple[Tensor, list[Tensor]]:  # (R,), [(d_i, 
 
 
 def _padding(conv: CPConv2d) -> Pair | None:
-    """In front and behind of rows and of columns; None if it is not the same there."""
+    """Return the padding of rows and columns, or None if it differs at their two ends."""
     if not isinstance(conv.padding, str):
         return cast(Pair, tuple(conv.padding))
     reach = [d * (k - 1) if conv.padding == "same" else 0 for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]

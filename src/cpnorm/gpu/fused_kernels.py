@@ -1,6 +1,6 @@
-"""GPU kernels for stages: from the terms of one canonical layer to those of the next, with nothing between in memory.
+"""Triton kernels of fused blocks: from the terms of one canonical layer to those of the next, storing no channels.
 
-`stage_launch.py` calls them.
+``fused_launch.py`` calls them.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# A program makes a tile of pixels. It reads the terms around them and weighs them by the taps, once; then, one chunk of
-# output channels after the other, it takes the tile to these channels and, while they are in registers, on to the
-# terms of the next layer. Behind a pooling it holds four tiles, one for each corner of the pooling's windows.
+# A program computes a tile of pixels. It reads the terms around them and weighs them by the taps, once. Then, chunk by
+# chunk of output channels, it maps the tile to these channels and, while they are in registers, to the terms of the
+# next layer. Before a pooling it holds four tiles, one for each corner of the pooling's windows.
 #
-# Sizes that decide how the code looks are constants, tuples among them in the order (rows, columns):
+# Sizes that select the compiled code are constants; tuples are in the order (rows, columns):
 #
-#   kernel, stride, padding, dilation   as those of the convolution
-#   terms, width                        that there are, of a patch or of the rank; and with the zeros behind them
+#   kernel, stride, padding, dilation   those of the convolution
+#   terms, width                        the numbers in a patch or the rank, without and with padding by zeros
 #   channels, following                 O, and the width of the next layer's terms
 #   *_block                             how many are held at once, powers of 2
 
@@ -25,7 +25,7 @@ def _weighed(  # type: ignore[no-untyped-def]
     tile, z, taps, term, u: tl.constexpr, v: tl.constexpr, kernel: tl.constexpr, dilation: tl.constexpr,
     width: tl.constexpr,
 ):  # fmt: skip
-    # The tile with what pixels u rows below and v columns right of its first tap's add to it, if a tap lies there.
+    # Add the pixels u rows below and v columns right of those of the first tap to the tile, if a tap lies there.
     meets: tl.constexpr = u >= 0 and v >= 0 and u % dilation[0] == 0 and v % dilation[1] == 0
     if meets and u // dilation[0] < kernel[0] and v // dilation[1] < kernel[1]:
         tap = (u // dilation[0]) * kernel[1] + v // dilation[1]
@@ -38,7 +38,7 @@ def _terms(  # type: ignore[no-untyped-def]
     x, taps, image, row, column, there, H, W, kernel: tl.constexpr, stride: tl.constexpr, padding: tl.constexpr,
     dilation: tl.constexpr, pool: tl.constexpr, width: tl.constexpr, pixel_block: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    # Four tiles, the same unless there is a pooling. Their windows overlap: each pixel is read once, for all of them.
+    # Return four tiles, which are the same without a pooling. Their windows overlap: each pixel is read once, for all.
     term = tl.arange(0, block)
     tile = tl.zeros([pixel_block, block], tl.float32)
     right, below, across = tile, tile, tile
@@ -67,7 +67,7 @@ def _patch(  # type: ignore[no-untyped-def]
     x, strides, image, row, column, there, H, W, kernel: tl.constexpr, stride: tl.constexpr, padding: tl.constexpr,
     dilation: tl.constexpr, terms: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    # What the kernel sees of the image, in the order of the dense weight: channel, row, column.
+    # Return the pixels under the kernel, in the order of the dense weight: channel, row, column.
     j = tl.arange(0, block)
     h = (row * stride[0] - padding[0])[:, None] + ((j // kernel[1]) % kernel[0] * dilation[0])[None, :]
     w = (column * stride[1] - padding[1])[:, None] + (j % kernel[1] * dilation[1])[None, :]
@@ -79,14 +79,14 @@ def _patch(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def block_kernel(  # type: ignore[no-untyped-def]
-    x, taps, out, bias, into, y, count, H, W, H2, W2, strides,
+    x, taps, out, bias, into, residual, y, count, H, W, H2, W2, strides,
     kernel: tl.constexpr, stride: tl.constexpr, padding: tl.constexpr, dilation: tl.constexpr, patches: tl.constexpr,
     relu: tl.constexpr, pool: tl.constexpr, terms: tl.constexpr, width: tl.constexpr, channels: tl.constexpr,
     following: tl.constexpr, pixel_block: tl.constexpr, term_block: tl.constexpr, channel_block: tl.constexpr,
     channels_each: tl.constexpr, following_block: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """Terms, rows or patches -> channels -> largest of each pooling window -> bias, ReLU -> channels or terms."""
-    # Programs that share a tile are neighbours: what one has read, the other finds in the cache.
+    """Map terms, rows or patches to channels, then max pooling, bias, residual, ReLU, and to channels or terms."""
+    # Programs that share a tile are neighbours, so that one finds in the cache what the other has read.
     shares: tl.constexpr = (channels + channels_each - 1) // channels_each
     pixel = tl.program_id(0) // shares * pixel_block + tl.arange(0, pixel_block)
     first = tl.program_id(0) % shares * channels_each
@@ -130,6 +130,9 @@ def block_kernel(  # type: ignore[no-untyped-def]
             z = tl.maximum(z, tl.dot(a3, weight, input_precision=precision), tl.PropagateNan.ALL)
         if bias is not None:
             z += tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)[None, :]
+        if residual is not None:
+            other_place = residual + pixel.to(tl.int64)[:, None] * channels + channel[None, :]
+            z += tl.load(other_place, mask=there[:, None] & known[None, :], other=0.0).to(tl.float32)
         if relu:
             z = tl.maximum(z, 0.0, tl.PropagateNan.ALL)
         if into is None:
@@ -144,16 +147,16 @@ def block_kernel(  # type: ignore[no-untyped-def]
         tl.store(place, total.to(kind), mask=there[:, None] & (then < following)[None, :])
 
 
-# --- what is behind other layers --------------------------------------------------------------------------------------
+# --- epilogues of other layers ----------------------------------------------------------------------------------------
 
 
 @triton.jit
 def epilogue_kernel(  # type: ignore[no-untyped-def]
-    x, bias, y, count, H2, W2, strides,
+    x, bias, residual, y, count, H2, W2, strides,
     channels: tl.constexpr, channels_last: tl.constexpr, relu: tl.constexpr, pool: tl.constexpr,
     outer_block: tl.constexpr, inner_block: tl.constexpr,
 ):  # fmt: skip
-    """Largest of each pooling window -> bias, ReLU; y lies as x does: its last dimension is the inner one."""
+    """Max pooling, bias, residual and ReLU; y and the residual lie as x does: its last dimension is the inner one."""
     inner_size = channels if channels_last else W2
     blocks = tl.cdiv(inner_size, inner_block)
     outer = tl.program_id(0) // blocks * outer_block + tl.arange(0, outer_block)
@@ -180,6 +183,9 @@ def epilogue_kernel(  # type: ignore[no-untyped-def]
             z += tl.load(bias + inner, mask=inner < channels, other=0.0).to(tl.float32)[None, :]
         else:
             z += tl.load(bias + channel, mask=outer < count, other=0.0).to(tl.float32)[:, None]
+    written = outer.to(tl.int64)[:, None] * inner_size + inner[None, :]
+    if residual is not None:
+        z += tl.load(residual + written, mask=there, other=0.0).to(tl.float32)
     if relu:
         z = tl.maximum(z, 0.0, tl.PropagateNan.ALL)
-    tl.store(y + outer.to(tl.int64)[:, None] * inner_size + inner[None, :], z.to(x.dtype.element_ty), mask=there)
+    tl.store(y + written, z.to(x.dtype.element_ty), mask=there)

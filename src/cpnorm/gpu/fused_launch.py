@@ -16,22 +16,22 @@ ALIGNMENT = 16  # terms that tensor cores take at once
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
 H200_SHARED = 227 * 1024  # bytes of memory that a program's threads share
 FEW_PIXELS = 4096  # too few for large tiles
-WARPGROUP_TILE = 64  # pixels from which on a Hopper GPU's warps multiply in groups
+WARPGROUP_TILE = 64  # a Hopper GPU multiplies tiles of this many pixels or more by groups of warps
 EPILOGUE_BLOCK = 1024  # numbers that one program writes
 
 
 class Blocks(NamedTuple):
-    """What one program of the kernel makes, and what it makes it with."""
+    """The sizes of one program of the kernel, and its resources."""
 
     pixels: int
     channels: int  # at once
-    each: int  # channels of one program, a multiple of those; if it goes on to terms, it goes through all of them
+    each: int  # channels of one program, a multiple of ``channels``; all of them if it goes on to terms
     warps: int
     stages: int
 
 
 def runs_kernel(x: Tensor, weight: Tensor | None = None) -> bool:
-    """Whether the kernels can do it: on a GPU (or in triton's interpreter), in their precisions, without gradients."""
+    """Return True if the kernels can run on x: on a GPU or in triton's interpreter, dtypes they know, no gradients."""
     alike = weight is None or (x.dtype == weight.dtype and x.device == weight.device)
     fit = kernels_supported(x.device) and x.dtype in PRECISIONS and has_triton()
     return fit and alike and not (torch.is_grad_enabled() and x.requires_grad)
@@ -54,26 +54,30 @@ def launch_fused_block(
     out: Tensor,
     bias: Tensor | None,
     into: Tensor | None,
+    residual: Tensor | None,
     moves: Sequence[int],  # kernel, stride, padding, dilation: of rows and columns each
     relu: bool,
     pool: bool,
     patches: bool,
-    blocks: Sequence[int],  # none: those that are best
+    blocks: Sequence[int],  # empty: chosen for the GPU
 ) -> Tensor:  # (N, H2, W2, O or R2)
-    """What ``FusedBlock`` computes, by the kernel."""
+    """Compute what ``FusedBlock`` computes, by the kernel."""
     from cpnorm.gpu.fused_kernels import block_kernel
 
-    kind = x.shape, x.stride(), x.dtype, x.device, taps is None, bias is None
+    kind = x.shape, x.stride(), x.dtype, x.device, taps is None, bias is None, residual is None
     following = 0 if into is None else into.shape[1]
     tf32 = x.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
     plan = _plan(*kind, out.shape, following, tuple(moves), relu, pool, patches, tuple(blocks), tf32)
     y = x.new_empty(plan.output)
-    _start(block_kernel, plan, (x, taps, out, bias, into, y))
+    if residual is not None:
+        _check_residual(residual, (plan.output[0], out.shape[1], *plan.output[1:3]))
+        residual = residual.contiguous(memory_format=torch.channels_last)
+    _start(block_kernel, plan, (x, taps, out, bias, into, residual, y))
     return y
 
 
 class Plan(NamedTuple):
-    """How often a kernel is to run, and with what beside tensors; of inputs of one size, one layout and one kind."""
+    """The launch of a kernel for inputs of one size, layout and dtype: the number of programs, and all but tensors."""
 
     output: tuple[int, ...]  # its shape
     programs: int
@@ -83,7 +87,7 @@ class Plan(NamedTuple):
     compiled: list[Any]  # the kernel, once there is one
 
 
-# To reckon a plan takes longer than to start a kernel. What it is not reckoned from decides what is compiled.
+# Computing a plan takes longer than a launch. Unused arguments are cache keys: they select the compiled kernel.
 @lru_cache(maxsize=1024)
 def _plan(
     shape: torch.Size,
@@ -92,6 +96,7 @@ def _plan(
     device: torch.device,
     no_taps: bool,
     no_bias: bool,
+    no_residual: bool,
     weight: torch.Size,
     following: int,
     moves: tuple[int, ...],
@@ -103,7 +108,7 @@ def _plan(
 ) -> Plan:
     kernel, stride, padding, dilation = (moves[i : i + 2] for i in range(0, 8, 2))
     (width, channels), terms = weight, shape[1] * math.prod(kernel) if patches else shape[-1]
-    if (aligned(terms) if patches else terms) != width:  # the kernel would read what is not there
+    if (aligned(terms) if patches else terms) != width:  # the kernel would read beyond the tensors
         raise ValueError(f"expected an input for weights of {width} terms, got one of shape {tuple(shape)}")
     sizes = shape[2:] if patches else shape[1:3]
     after = _sizes_after(sizes, moves, pool)
@@ -151,26 +156,34 @@ def _fused_block_output(
     out: Tensor,
     bias: Tensor | None,
     into: Tensor | None,
+    residual: Tensor | None,
     moves: Sequence[int],
     relu: bool,
     pool: bool,
     patches: bool,
     blocks: Sequence[int],
 ) -> Tensor:
-    """Its output, without values, for the compiler."""
+    """Return the output without values, for the compiler."""
     after = _sizes_after(x.shape[2:] if patches else x.shape[1:3], moves, pool)
     return x.new_empty(x.shape[0], *after, (out if into is None else into).shape[1])
 
 
-def launch_epilogue(x: Tensor, bias: Tensor | None, relu: bool, pool: bool) -> Tensor:
-    """What ``FusedEpilogue`` computes, by the kernel."""
+def launch_epilogue(x: Tensor, bias: Tensor | None, residual: Tensor | None, relu: bool, pool: bool) -> Tensor:
+    """Compute what ``FusedEpilogue`` computes, by the kernel."""
     from cpnorm.gpu.fused_kernels import epilogue_kernel
 
-    y = _epilogue_output(x, bias, relu, pool)
-    _start(
-        epilogue_kernel, _epilogue_plan(x.shape, x.stride(), x.dtype, x.device, bias is None, relu, pool), (x, bias, y)
-    )
+    y = _epilogue_output(x, bias, residual, relu, pool)
+    if residual is not None:
+        _check_residual(residual, y.shape)
+        residual = residual.contiguous(memory_format=_layout(x))
+    kind = x.shape, x.stride(), x.dtype, x.device, bias is None, residual is None
+    _start(epilogue_kernel, _epilogue_plan(*kind, relu, pool), (x, bias, residual, y))
     return y
+
+
+def _check_residual(residual: Tensor, shape: Sequence[int]) -> None:
+    if residual.shape != torch.Size(shape):
+        raise ValueError(f"expected a residual of the output's shape {tuple(shape)}, got {tuple(residual.shape)}")
 
 
 @lru_cache(maxsize=1024)
@@ -180,6 +193,7 @@ def _epilogue_plan(
     dtype: torch.dtype,
     device: torch.device,
     no_bias: bool,
+    no_residual: bool,
     relu: bool,
     pool: bool,
 ) -> Plan:
@@ -201,20 +215,19 @@ def _epilogue_plan(
     return Plan((images, channels, height, width), programs, (outer, height, width, strides), constants, {}, [])
 
 
-def _epilogue_output(x: Tensor, bias: Tensor | None, relu: bool, pool: bool) -> Tensor:
-    """Its output, without values."""
+def _epilogue_output(x: Tensor, bias: Tensor | None, residual: Tensor | None, relu: bool, pool: bool) -> Tensor:
+    """Return the output without values."""
     images, channels, *size = x.shape
     after = [n // 2 for n in size] if pool else size
     if min(after) < 1:
         raise ValueError(f"expected maps of 2 x 2 and more before a pooling, got {tuple(size)}")
-    layout = torch.channels_last if _lies_channels_last(x.shape, x.stride()) else torch.contiguous_format
-    return torch.empty(images, channels, *after, dtype=x.dtype, device=x.device, memory_format=layout)
+    return torch.empty(images, channels, *after, dtype=x.dtype, device=x.device, memory_format=_layout(x))
 
 
 def _start(kernel: Any, plan: Plan, tensors: Sequence[Tensor | None]) -> None:
-    """Start a kernel; triton looks at its arguments the first time only, since a look takes longer than most kernels.
+    """Launch a kernel, by triton only the first time: its look at the arguments takes longer than most kernels.
 
-    It compiles by the tensors' kinds and by whether they lie at multiples of 16 bytes, which they do but for slices.
+    Triton compiles for the dtypes and for addresses that are multiples of 16 bytes, which those of slices may not be.
     """
     if not plan.programs:
         return
@@ -225,8 +238,12 @@ def _start(kernel: Any, plan: Plan, tensors: Sequence[Tensor | None]) -> None:
             plan.compiled[0][plan.programs, 1, 1](*tensors, *plan.numbers, *plan.constants.values())
             return
         made = kernel[plan.programs,](*tensors, *plan.numbers, **plan.constants, **plan.options)
-    if usual and made is not None and torch.version.cuda:  # in the interpreter there is none; AMD's depend on more
+    if usual and made is not None and torch.version.cuda:  # the interpreter makes none; those for AMD depend on more
         plan.compiled.append(made)
+
+
+def _layout(x: Tensor) -> torch.memory_format:
+    return torch.channels_last if _lies_channels_last(x.shape, x.stride()) else torch.contiguous_format
 
 
 def _lies_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -236,29 +253,29 @@ def _lies_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
 @cache
 def register_operators() -> None:
     """Register the launchers as torch operators, which torch.compile and torch.export call without looking inside."""
-    weights = "Tensor x, Tensor? taps, Tensor out, Tensor? bias, Tensor? into"
+    tensors = "Tensor x, Tensor? taps, Tensor out, Tensor? bias, Tensor? into, Tensor? residual"
     torch.library.custom_op(
         "cpnorm::fused_block",
         launch_fused_block,
         mutates_args=(),
-        schema=f"({weights}, int[] moves, bool relu, bool pool, bool patches, int[] blocks) -> Tensor",
+        schema=f"({tensors}, int[] moves, bool relu, bool pool, bool patches, int[] blocks) -> Tensor",
     ).register_fake(_fused_block_output)
     torch.library.custom_op(
         "cpnorm::fused_epilogue",
         launch_epilogue,
         mutates_args=(),
-        schema="(Tensor x, Tensor? bias, bool relu, bool pool) -> Tensor",
+        schema="(Tensor x, Tensor? bias, Tensor? residual, bool relu, bool pool) -> Tensor",
     ).register_fake(_epilogue_output)
 
 
 def _blocks(pixels: int, channels: int, terms: int, following: int, pool: bool, itemsize: int, shared: int) -> Blocks:
-    """What one program makes: what was fastest on an H200 for layers of 16 to 128 terms, or less where memory is short.
+    """Return the sizes that were fastest on an H200 for layers of 16 to 128 terms, or smaller ones if memory is short.
 
-    Few pixels: small tiles, so that all of the GPU has some, and large chunks, for there are few turns to overlap. Many
-    pixels: as large a tile as registers hold, since every tile reads all of the weights.
+    Few pixels need small tiles, so that all of the GPU has work, and large chunks, since few turns overlap. Many pixels
+    need tiles as large as registers hold, since every tile reads all of the weights.
     """
     corners = 4 if pool else 1
-    held = terms * corners  # numbers for a pixel
+    held = terms * corners  # numbers for each pixel
     if pixels <= FEW_PIXELS:
         tile, chunk, warps = 16, 64 if pool else 128, 8 if terms >= 128 else 4
     elif pool:
@@ -267,8 +284,8 @@ def _blocks(pixels: int, channels: int, terms: int, following: int, pool: bool, 
         tile, chunk, warps = (64, 64, 4) if terms <= 64 else (128, 32, 8) if terms <= 128 else (32, 64, 8)
     if itemsize > 2:
         tile, chunk = max(16, tile // 2), chunk // 2
-    # Large tiles that go on to terms take two turns even where one would do: ptxas 12.8, which comes with triton 3.6,
-    # makes code without turns read a register that nobody has written.
+    # Large tiles that go on to terms take two turns even where one would do: without a loop, ptxas 12.8, which comes
+    # with triton 3.6, generates code that reads an uninitialised register.
     turns = 2 if following and tile >= WARPGROUP_TILE else 1
     chunk = min(chunk, max(16, _power_of_2(channels) // turns))
     while chunk > 16 and (terms + following) * chunk * itemsize > 2**16:
@@ -281,13 +298,13 @@ def _blocks(pixels: int, channels: int, terms: int, following: int, pool: bool, 
             tile, chunk = (tile // 2, chunk) if tile >= chunk else (tile, chunk // 2)
         else:
             break
-    # Who does not go on to terms may leave other channels to others, but each opens its tile anew.
+    # A program that does not go on to terms may leave channels to others, but each of them reads the tile again.
     each = chunk if pixels <= FEW_PIXELS else -(-channels // chunk) * chunk
     return Blocks(tile, chunk, each, warps, stages)
 
 
 def _shared_bytes(tile: int, chunk: int, stages: int, terms: int, following: int, corners: int, itemsize: int) -> int:
-    """Weights of the chunks under way, opened tiles, and what is about to be stored: as the compiler does it."""
+    """Return the bytes the compiler uses: weights of the chunks in flight, tiles of terms, and the output tile."""
     stored = 0 if following else tile * chunk
     return (stages * (terms + following) * chunk + corners * tile * terms + stored) * itemsize
 
@@ -303,5 +320,5 @@ def _power_of_2(n: int) -> int:
 
 
 def aligned(size: int) -> int:
-    """Rounded up to what tensor cores take."""
+    """Round up to a multiple of what tensor cores take."""
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from cpnorm.lab.data.images import ImageSet, load
 from cpnorm.lab.paper import protocols, reproduce
 from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.paper.protocols import CODE, WORDS, Protocol
+from cpnorm.lab.paper.rank_tables import authors_rank, missing_ranks
 from cpnorm.lab.paper.reproduce import Job, Results, missing_jobs
 from cpnorm.lab.paper.tables import Row, Table
 from cpnorm.lab.training.config import Config
@@ -220,3 +222,27 @@ def test_flags_of_torch_are_restored(digits: ImageSet) -> None:
     trainer.evaluate(digits.test_images, digits.test_labels)
     after = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
     assert after == before
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_authors_rank_is_the_first_that_fits_or_the_fourth_failure() -> None:
+    fits: dict[int, float] = {}
+
+    def their_log(rank: int) -> float:  # of the second layer of the AlexNet-like network
+        fits[rank] = 0.984 * rank / 551 if rank <= 551 else math.nan
+        return fits[rank]
+
+    assert authors_rank(torch.zeros(1), their_log).rank == 571
+    assert len(fits) < 20
+    assert authors_rank(torch.zeros(1), lambda rank: min(rank / 36, 0.998)).rank == 36
+    assert authors_rank(torch.zeros(1), lambda rank: math.nan if rank in (31, 36) else rank / 41).rank == 41
+
+
+def test_authors_ranks_of_a_small_network(tmp_path: Path) -> None:
+    weight = torch.nn.Conv2d(1, 32, 3).weight.detach()  # the first layer of the LeNet-like network: published 11
+    found = authors_rank(weight)
+    assert found.rank == 11
+    assert [rank for rank, _ in found.curve] == [6, 11]
+    assert set(missing_ranks(["lenet-ranks"], Results(tmp_path, CODE))) == {("lenet-ranks", seed) for seed in range(3)}

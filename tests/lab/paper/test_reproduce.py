@@ -347,14 +347,14 @@ def test_ranks_are_missing_until_they_are_estimated(tmp_path: Path, monkeypatch:
     results, keys = tmp_path / "results", ["lenet-ranks"]
     missing = rank_tables.missing_ranks(keys, Results(results))
     assert not results.exists()  # looking changes nothing
-    assert [layer.layer for layer in missing["lenet-ranks"]] == list(paper.paper_ranks("lenet"))
-    assert set(rank_tables.missing_ranks([], Results(results))) == {"alexnet-ranks", "lenet-ranks"}
+    assert [layer.layer for layer in missing["lenet-ranks", 0]] == list(paper.paper_ranks("lenet"))
+    assert set(rank_tables.missing_ranks([], Results(results))) == {("alexnet-ranks", 0), ("lenet-ranks", 0)}
     rank_tables.estimate_ranks(keys, results, stop=Stop(reason="enough"), announce=lambda _: None)
     assert rank_tables.missing_ranks(keys, Results(results)) == missing
     rank_tables.estimate_ranks(keys, results, announce=lambda _: None)
     assert rank_tables.missing_ranks(keys, Results(results)) == {}
     assert [line["row"] for line in Results(results).lines()] == [
-        f"lenet-ranks/{y.layer}" for y in missing["lenet-ranks"]
+        f"lenet-ranks/{y.layer}" for y in missing["lenet-ranks", 0]
     ]
 
 

@@ -489,10 +489,10 @@ def reproduce(
         if not left:  # ranks need no GPU, whose time may be limited
             rank_tables.estimate_ranks(keys, results, protocol=chosen, stop=stop, announce=announce)
     ranks = rank_tables.missing_ranks(keys, store)
-    layers = [f"{table}/{layer.layer}" for table, missing in ranks.items() for layer in missing]
+    layers = [(f"{table}/{layer.layer}", seed) for (table, seed), missing in ranks.items() for layer in missing]
     if as_json:
         runs = [{"row": job.row.key, "seed": job.seed} for job in left]
-        print_json({"missing": runs + [{"row": layer, "seed": 0} for layer in layers]})
+        print_json({"missing": runs + [{"row": row, "seed": seed} for row, seed in layers]})
     else:
         retrain = lab.networks_to_retrain(left, store.done(), work)
         work_left = duration(sum(lab.expected_seconds(job) for job in (*left, *retrain)))

@@ -39,6 +39,7 @@ class Protocol:
     on_request: frozenset[str] = frozenset()  # tables that are run only if they are named
     folder: str = ""  # of its records and networks, below those of the protocol "words"
     authors_rank_rule: bool = False  # estimate ranks by the authors' stopping rule
+    rank_seeds: int = 1  # networks whose ranks are estimated
 
     def rows(self) -> dict[str, Row]:
         """Return the rows of all tables by their keys."""
@@ -256,6 +257,7 @@ CODE = Protocol(
     on_request=frozenset({ARMS.key}),
     folder="code",
     authors_rank_rule=True,
+    rank_seeds=3,
 )
 PROTOCOLS = {protocol.name: protocol for protocol in (WORDS, CODE)}
 

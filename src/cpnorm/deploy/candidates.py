@@ -1,0 +1,131 @@
+"""Choose the form of each canonical layer: list its candidates, model their costs, and time the promising ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from cpnorm.deploy.forms import ALIGNED, FormCost, chain, dense_form, form_cost, forms_of
+from cpnorm.deploy.rewrite import LAYOUTS, has_layouts, with_layout
+from cpnorm.deploy.timing import fastest
+from cpnorm.deploy.tracing import Call, Trace
+from cpnorm.nn.layers import CPLayer
+
+Goal = Literal["time", "parameters"]
+
+NOISE = 1.05  # times within this factor count as equal: the candidate with fewer parameters is taken
+HOPELESS = 2.0  # a chain modelled at more than this multiple of the cheapest is not timed
+MOST_TIMED = 4  # chains of a layer, the cheapest by the model
+LAYER_SECONDS = {"cpu": 0.5, "cuda": 0.15}  # spent on the rounds of one layer, at most
+
+
+@dataclass(frozen=True)
+class LayerForm:
+    """The form chosen for one layer and why, with the modelled costs and measured seconds of its candidates."""
+
+    form: str
+    reason: str
+    rank: int
+    costs: dict[str, FormCost]
+    seconds: dict[str, float]
+
+
+def smallest_of_fastest(seconds: Mapping[str, float], parameters: Mapping[str, int]) -> str:
+    """Return the candidate with the fewest parameters of those as fast as the fastest, up to noise."""
+    limit = NOISE * min(seconds.values())
+    return min((key for key in seconds if seconds[key] <= limit), key=lambda key: (parameters[key], seconds[key]))
+
+
+def choose_layers(
+    layers: Mapping[str, CPLayer],
+    trace: Trace,
+    asked: Mapping[str, str],
+    *,
+    measure: bool,
+    goal: Goal,
+    channels_last: bool,
+    cuda_graph: bool,
+) -> dict[str, LayerForm]:
+    """Return the form of each layer; layers with the same settings, rank and calls are compared once."""
+    compared: dict[Hashable, LayerForm] = {}
+    chosen: dict[str, LayerForm] = {}
+    for name, layer in layers.items():
+        calls = trace.calls[name]
+        key = (type(layer), layer.extra_repr(), layer.modes, layer.lambdas.dtype, *calls, asked.get(name))
+        if key not in compared:
+            dense = trace.dense.get_submodule(name)
+            compared[key] = _choose(layer, dense, calls, asked.get(name), measure, goal, channels_last, cuda_graph)
+        chosen[name] = compared[key]
+    return chosen
+
+
+def _choose(
+    layer: CPLayer,
+    dense: nn.Module,
+    calls: list[Call],
+    asked: str | None,
+    measure: bool,
+    goal: Goal,
+    channels_last: bool,
+    cuda_graph: bool,
+) -> LayerForm:
+    obstacle = next((call.obstacle for call in calls if call.obstacle), "")
+    obstacle = obstacle if calls else "not called on the example input"
+    names = [] if asked == "dense" else [asked] if asked else [] if obstacle else forms_of(layer)
+    device, shapes = "cuda" if layer.lambdas.is_cuda else "cpu", [call.shape for call in calls]
+    if asked is None and (device == "cpu" or not measure):  # the model of the costs does not know what they are for
+        names = [form for form in names if not form.startswith(ALIGNED)]
+    costs = {"dense": form_cost(dense_form(layer), shapes, device)}
+    costs |= {form: form_cost(chain(layer, form, empty=True), shapes, device) for form in names}
+    pick = partial(LayerForm, rank=layer.rank, costs=costs, seconds={})
+    if asked is not None:
+        return pick(asked, "asked for")
+    if obstacle:
+        return pick("dense", obstacle)
+    if goal == "parameters":
+        return pick(min(costs, key=lambda form: (costs[form].parameters, costs[form].total)), "fewest parameters")
+    if not measure:
+        return pick(min(costs, key=lambda form: costs[form].total), "lowest modelled cost")
+    timed = _worth_timing(costs)
+    if not timed:
+        return pick("dense", "no chain needs fewer FLOPs")
+
+    last = channels_last and has_layouts(dense)
+    layout = LAYOUTS[len(layer.modes)] if last else torch.contiguous_format
+    candidates = {"dense": with_layout(copy.deepcopy(dense), last)}
+    candidates |= {form: with_layout(chain(layer, form).eval(), last) for form in timed}
+    inputs = [call.random_input(layer.lambdas.device, layout) for call in calls]
+    runs = {form: partial(_run_all, candidate, inputs) for form, candidate in candidates.items()}
+    timing = partial(fastest, runs, layer.lambdas.device, enough_seconds=LAYER_SECONDS[device])
+    try:
+        seconds = timing(cuda_graph=cuda_graph)
+    except RuntimeError:
+        if not cuda_graph:
+            raise
+        seconds = timing()  # another capture may be under way
+    best = smallest_of_fastest(seconds, {form: costs[form].parameters for form in seconds})
+    if best == "dense":
+        return pick("dense", f"faster than {len(timed)} chains timed", seconds=seconds)
+    gains = NOISE * seconds[best] < seconds["dense"]
+    reason = f"fastest of {len(seconds)} timed" if gains else "as fast as dense up to noise, and smaller"
+    return pick(best, reason, seconds=seconds)
+
+
+def _worth_timing(costs: Mapping[str, FormCost]) -> list[str]:
+    """Return the chains with fewer FLOPs than dense that the model of the costs calls promising, cheapest first."""
+    lighter = sorted((form for form in costs if costs[form].flops < costs["dense"].flops), key=lambda f: costs[f].total)
+    plain = [form for form in lighter if not form.startswith(ALIGNED)]
+    plain = [form for form in plain if costs[form].total <= HOPELESS * costs[plain[0]].total][:MOST_TIMED]
+    aligned = [f"{ALIGNED}{form}" for form in plain if f"{ALIGNED}{form}" in lighter]  # what they gain is not modelled
+    return plain + aligned[: MOST_TIMED // 2]
+
+
+def _run_all(layer: nn.Module, inputs: Iterable[Tensor]) -> None:
+    for x in inputs:
+        layer(x)
