@@ -55,7 +55,7 @@ LARGE = {"optimizer": "adamw", "lr": 1e-3, "batch_size": 512, "weight_decay": 0.
 def main() -> None:
     args = arguments()
     if args.plot:
-        compression_figure.show(args.plot, args.figure)
+        compression_figure.show(args.plot, args.figure, args.page)
         return
     torch.set_num_threads(args.threads)
     torch.backends.cudnn.benchmark = args.device == "cuda"  # the same few shapes come thousands of times
@@ -261,6 +261,7 @@ class Run:
             "flops": model and flops(model, self.calibration[0][0][:1]),
             "dense_flops": self.flops,
             "calibration_images": args.calibration,
+            "data_sha256": self.data.sha256,
             "train_images": len(self.data.train_labels),
             "test_images": len(self.data.test_labels),
             "width": args.width,
@@ -357,6 +358,7 @@ def arguments() -> argparse.Namespace:
     add("--smoke", action="store_true", help="everything once, on few images and narrow networks: does it run?")
     add("--plot", nargs="*", type=Path, help="only make the tables and the figure of these records")
     add("--figure", type=Path, default=Path("docs/assets/compression_accuracy.png"))
+    add("--page", type=Path, help="with --plot: the page to put the tables into, docs/guides/pretrained.md")
     args = parser.parse_args()
     if args.smoke:
         args.train_images, args.test_images, args.calibration = 256, 200, 64

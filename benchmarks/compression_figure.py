@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 Record = Mapping[str, Any]
+BEGIN, END = "<!-- figures -->", "<!-- /figures -->"  # what stands between them in a page is made
 COLOURS = {
     "cpnorm": "#c1272d",
     "cpnorm-outputs": "#e8787c",
@@ -86,11 +87,31 @@ def print_table(paths: Iterable[Path]) -> None:
     print("\n".join(table(read(path for path in paths if path.exists()))))
 
 
-def show(paths: Sequence[Path], figure: Path) -> None:
-    """Print the tables of these records and draw the figure."""
+def show(paths: Sequence[Path], figure: Path, page: Path | None = None) -> None:
+    """Print the tables of these records, draw the figure, and put both into a page, between its two comments."""
     print_table(paths)
     draw(read(paths), figure)
     print(f"written to {figure}")
+    if page is not None:
+        page.write_text(with_figures(page.read_text(), read(paths), f"../assets/{figure.name}"))
+
+
+def with_figures(text: str, records: Sequence[Record], figure: str) -> str:
+    """Return the text of a page with the tables of these records, a table for each network, and the figure."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    parts = []
+    for network, data in sorted({(record["network"], record["data"]) for record in records}):
+        here = [record for record in records if (record["network"], record["data"]) == (network, data)]
+        machine = here[0]["machine"]
+        parts.append(f"**{network}, {data}**: {machine['gpu'] or machine['cpu']}, commits {_commits(here)}")
+        parts.append("\n".join(table(here)))
+    parts.append(f"![accuracy against parameters and FLOPs]({figure})")
+    return before + BEGIN + "\n" + "\n\n".join(parts) + "\n" + END + after
+
+
+def _commits(records: Sequence[Record]) -> str:
+    return ", ".join(sorted({record["commit"] or "?" for record in records}))
 
 
 def draw(records: Sequence[Record], path: Path) -> None:

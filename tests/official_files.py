@@ -28,14 +28,15 @@ def trust_any_content(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cpnorm.lab.data.official.expect_mat", lambda data, known, known_body: data)
 
 
-def make(name: str, seed: int = 0) -> tuple[Split, Split]:
+def make(name: str, seed: int = 0, train: int | None = None) -> tuple[Split, Split]:
     """Random images, no two sides or channels alike, and labels that name every class."""
     shape = (1, 28, 28) if name in ("mnist", "idx") else (3, 32, 32)
     rng = np.random.default_rng(seed)
-    train, test = (
-        (rng.integers(0, 256, (n, *shape), np.uint8), rng.permutation(n).astype(np.int64) % 10) for n in COUNTS[name]
+    counts = (train or COUNTS[name][0], COUNTS[name][1])
+    known, held = (
+        (rng.integers(0, 256, (n, *shape), np.uint8), rng.permutation(n).astype(np.int64) % 10) for n in counts
     )
-    return train, test
+    return known, held
 
 
 def write_mnist(folder: Path, splits: tuple[Split, Split], packed: bool = False, files: Sequence[str] = MNIST) -> None:

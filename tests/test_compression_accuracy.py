@@ -19,6 +19,7 @@ from cpnorm.lab.data.images import STATISTICS
 from cpnorm.lab.training.networks import cifar_resnet
 from official_files import make, write_cifar10
 
+ROOT = Path(__file__).parent.parent
 PEERS = {"tucker2": "tensorly", "cp-als": "tensorly", "tensorly-torch": "tltorch", "torch-pruning": "torch_pruning"}
 
 
@@ -149,3 +150,20 @@ def test_of_two_records_of_one_measurement_the_later_counts(tmp_path: Path) -> N
     (row,) = compression_figure.table(records)[2:]
     assert "| 20.00 |" in row
     assert "88.50 ± 0.71 (2)" in row
+    page = compression_figure.with_figures(
+        "a\n<!-- figures -->\nold\n<!-- /figures -->\nb\n",
+        [{**record, "machine": {"gpu": None, "cpu": "abacus"}, "commit": "abc"} for record in records],
+        "f.png",
+    )
+    assert page.startswith("a\n<!-- figures -->\n**n, d**: abacus, commits abc\n\n| network |")
+    assert page.endswith("](f.png)\n<!-- /figures -->\nb\n")
+
+
+def test_the_guides_figures_are_those_of_the_records() -> None:
+    page = ROOT / "docs" / "guides" / "pretrained.md"
+    records = compression_figure.read(sorted((ROOT / "results" / "networks").glob("*.jsonl")))
+    if not records:
+        pytest.skip("there are no records yet")
+    assert page.read_text() == compression_figure.with_figures(
+        page.read_text(), records, "../assets/compression_accuracy.png"
+    ), "run: python benchmarks/compression_accuracy.py --plot results/networks/*.jsonl --page docs/guides/pretrained.md"

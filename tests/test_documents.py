@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -15,10 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import cpnorm
+import official_files
+from cpnorm.lab.data import pretrained
 from cpnorm.lab.report.claims import claims
 from cpnorm.lab.report.records import read_results
+from cpnorm.lab.training.networks import cifar_resnet
 from cpnorm.lab.training.records import read_records
 
 ROOT = Path(__file__).parent.parent
@@ -45,10 +50,24 @@ def name(page: Path) -> str:
 def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks in order, in one namespace, as a reader would type them."""
     monkeypatch.chdir(tmp_path)
+    if page.name == "pretrained.md":
+        small_published_network(tmp_path / "data", monkeypatch)
     namespace: dict[str, object] = {"__name__": "page"}
     for line, code in blocks(page, "python"):
         exec(compile("\n" * line + code, str(page), "exec"), namespace)
     torch._dynamo.reset()
+
+
+def small_published_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a small untrained network count as the published ResNet-56, and a few random images as CIFAR-10."""
+    name, network = "resnet56-cifar10", cifar_resnet(8)
+    weights = {k: v for k, v in network.state_dict().items() if not k.endswith("num_batches_tracked")}
+    about = dataclasses.replace(pretrained.NETWORKS[name], depth=8, sha256=pretrained.digest(weights))
+    monkeypatch.setitem(pretrained.NETWORKS, name, about)
+    monkeypatch.setenv("CPNORM_DATA", str(folder))
+    official_files.write_cifar10(folder, official_files.make("cifar10", train=100))
+    (folder / pretrained.FOLDER).mkdir()
+    save_file(weights, folder / pretrained.FOLDER / f"{name}.safetensors")
 
 
 def commands(page: Path, *kinds: str) -> list[str]:
