@@ -8,7 +8,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
-from cpnorm import GradualTruncation, renormalize
+from cpnorm import GradualTruncation, NetworkWeights
 from cpnorm.integrations import one_process, scalars, take_ranks
 
 
@@ -22,15 +22,22 @@ class CanonicalCallback(TrainerCallback):
     def __init__(self, trainer: Trainer, *, steps: int | None = None, **budget: Any) -> None:
         self.trainer, self.steps, self.budget = trainer, steps, budget
         self.gradual: GradualTruncation | None = None
+        self.weights: NetworkWeights | None = None
         trainer.model.register_load_state_dict_pre_hook(take_ranks)
 
     def on_train_begin(self, *_: Any, model: nn.Module, optimizer: Any, **__: Any) -> None:
+        self.weights = NetworkWeights(model)
         if self.steps is not None:
             one_process(self.trainer.args.world_size)
             self.gradual = GradualTruncation(model, optimizer, steps=self.steps, **self.budget)
 
-    def on_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
-        renormalize(model)
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        if self.weights is not None:
+            self.weights.renormalize()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        if self.weights is not None:
+            self.weights.remove()
 
     def on_epoch_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
         if self.gradual is not None:

@@ -432,6 +432,8 @@ class CPLayer(nn.Module):
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return self.plan(x.shape).path == "rebuild"
         keeps, plans = self._keeps_weight(), self._form.plans
+        if keeps and x.is_cuda:  # a weight that is kept costs nothing, and a GPU runs one kernel faster than three
+            return True
         key = (self.rank, tuple(x.shape), keeps, torch.is_grad_enabled(), x.is_cuda)
         if key not in plans:
             if len(plans) > 64:  # inputs of many sizes

@@ -150,6 +150,8 @@ class NetworkWeights:
             self._places += [(layer._parameters, "sigma"), (layer._parameters, "lambdas")]
             self._places += [(layer.factors._parameters, str(mode)) for mode in range(len(layer.modes))]
         self._parameters = self._current()
+        # FSDP's layers hold shards between their calls: they build their own weights, and divide by the norms.
+        self._sharded = any(type(parameter).__name__ == "DTensor" for parameter in self._parameters)
         self._factors = [factor for layer in self._layers for factor in layer.factors]
         self._lambdas = [layer.lambdas for layer in self._layers for _ in layer.factors]
         self._terms: list[Tensor] = []
@@ -208,7 +210,11 @@ class NetworkWeights:
 
     def is_unit(self, layer: CPLayer) -> bool:
         """Return True if the columns of a layer are unit, by the promise made for its model."""
-        return self.active and (torch.compiler.is_compiling() or self.versions == self.current_versions())
+        return (
+            self.active
+            and not self._sharded
+            and (torch.compiler.is_compiling() or self.versions == self.current_versions())
+        )
 
     def _refresh(self) -> None:
         """Forget programs made for other memory, ranks or trainable parameters."""
@@ -224,7 +230,7 @@ class NetworkWeights:
             self._trained = [
                 index
                 for index, layer in enumerate(self._layers)
-                if layer.path != "factors"
+                if not (self._sharded or layer.path == "factors")
                 and (layer.lambdas.dtype, layer.lambdas.device) == (first.dtype, first.device)
                 and all(parameter.requires_grad for parameter in layer.canonical_parameters())
             ]
