@@ -33,7 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import compression_figure
 import cpnorm
 import timing
-from compressors import METHODS, parameters
+from compressors import METHODS
 from cpnorm.lab.data import pretrained
 from cpnorm.lab.data.images import ImageSet, load
 from cpnorm.lab.training.evaluation import accuracy, calibration_batches, reestimate_batch_norm
@@ -43,6 +43,7 @@ from cpnorm.lab.training.models import build
 from cpnorm.lab.training.networks import load_pretrained
 from cpnorm.lab.training.recipes import dense_recipe
 from cpnorm.lab.training.trainer import Options, Trainer
+from small_layers import parameters
 
 SHARES = (0.5, 0.33, 0.2, 0.1, 0.05, 0.03, 0.02)
 PUBLISHED = {"resnet20": "resnet20-cifar10", "resnet56": "resnet56-cifar10"}

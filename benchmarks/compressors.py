@@ -15,15 +15,25 @@ import torch
 from torch import Tensor, nn
 
 import cpnorm
+from small_layers import (
+    allowed_loss,
+    compressible,
+    filled,
+    matrix_of,
+    mode_energies,
+    parameters,
+    plain_svd,
+    rank_for,
+    replaced,
+    separable,
+    shape_of,
+    term_size,
+    two_layers,
+)
 
 Batches = Sequence[tuple[Tensor, Tensor]]  # normalised images, labels
 Method = Callable[[nn.Module, int, Batches], nn.Module]
 RANDOM_STATE = 0
-
-
-def parameters(model: nn.Module) -> int:
-    """Return the number of parameters of a network."""
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 # --- cpnorm -------------------------------------------------------------------------------------------------------
@@ -58,7 +68,7 @@ def svd(model: nn.Module, budget: int, batches: Batches) -> nn.Module:
     layers = compressible(model)
     found = {}
     for name, layer in layers.items():
-        matrix = _matrix(layer).double()
+        matrix = matrix_of(layer).double()
         values, vectors = torch.linalg.eigh(matrix @ matrix.mT)  # squared singular values, left singular vectors
         found[name] = (vectors.flip(1), values.flip(0).clamp_min(0))
     return _projected(model, budget, layers, found)
@@ -113,28 +123,16 @@ def _projected(
         return rank_for(found[name][1], lost)
 
     def cost(name: str, lost: float) -> int:
-        outputs, inputs = _matrix(layers[name]).shape
+        outputs, inputs = matrix_of(layers[name]).shape
         return min(rank(name, lost) * (outputs + inputs), outputs * inputs)
 
     lost = allowed_loss(model, budget, layers, cost)
     twins = {}
     for name, layer in layers.items():
-        if cost(name, lost) < _matrix(layer).numel():
+        if cost(name, lost) < matrix_of(layer).numel():
             columns = found[name][0][:, : rank(name, lost)]
-            twins[name] = two_layers(layer, columns, columns.mT @ _matrix(layer).double())
+            twins[name] = two_layers(layer, columns, columns.mT @ matrix_of(layer).double())
     return replaced(model, twins)
-
-
-def two_layers(layer: Any, out: Tensor, into: Tensor) -> nn.Sequential:  # (O, r), (r, I k k)
-    """Return a layer of this geometry whose weight is ``out @ into``, as two layers."""
-    rank, dtype = out.shape[1], layer.weight.dtype
-    if isinstance(layer, nn.Linear):
-        first: Any = nn.Linear(layer.in_features, rank, bias=False)
-        last: Any = nn.Linear(rank, layer.out_features, bias=layer.bias is not None)
-    else:
-        first = nn.Conv2d(layer.in_channels, rank, layer.kernel_size, layer.stride, layer.padding, bias=False)
-        last = nn.Conv2d(rank, layer.out_channels, 1, bias=layer.bias is not None)
-    return _filled([first, last], [into, out], layer, dtype)
 
 
 # --- TensorLy -----------------------------------------------------------------------------------------------------
@@ -147,13 +145,13 @@ def tucker2(model: nn.Module, budget: int, batches: Batches) -> nn.Module:
 
     tensorly.set_backend("pytorch")
     layers = compressible(model)
-    energies = {name: _mode_energies(layer) for name, layer in layers.items()}
+    energies = {name: mode_energies(layer) for name, layer in layers.items()}
 
     def ranks(name: str, lost: float) -> list[int]:
         return [rank_for(energy, lost) for energy in energies[name]]
 
     def cost(name: str, lost: float) -> int:
-        outputs, inputs, positions = _shape(layers[name])
+        outputs, inputs, positions = shape_of(layers[name])
         r, s = ranks(name, lost)
         if positions == 1:
             return min(min(r, s) * (outputs + inputs), outputs * inputs)
@@ -162,18 +160,18 @@ def tucker2(model: nn.Module, budget: int, batches: Batches) -> nn.Module:
     lost = allowed_loss(model, budget, layers, cost)
     twins: dict[str, nn.Module] = {}
     for name, layer in layers.items():
-        outputs, inputs, positions = _shape(layer)
+        outputs, inputs, positions = shape_of(layer)
         if cost(name, lost) == outputs * inputs * positions:
             continue
         r, s = ranks(name, lost)
         if positions == 1:
-            twins[name] = _plain_svd(layer, min(r, s))
+            twins[name] = plain_svd(layer, min(r, s))
             continue
         (core, (out, into)), _ = partial_tucker(layer.weight.detach(), rank=[r, s], modes=[0, 1], n_iter_max=10)
         first = nn.Conv2d(inputs, s, 1, bias=False)
         middle = nn.Conv2d(s, r, layer.kernel_size, layer.stride, layer.padding, bias=False)
         last = nn.Conv2d(r, outputs, 1, bias=layer.bias is not None)
-        twins[name] = _filled([first, middle, last], [into.mT, core, out], layer, layer.weight.dtype)
+        twins[name] = filled([first, middle, last], [into.mT, core, out], layer, layer.weight.dtype)
     return replaced(model, twins)
 
 
@@ -186,18 +184,18 @@ def cp_als(model: nn.Module, budget: int, batches: Batches) -> nn.Module:
     layers = compressible(model)
 
     def rank(name: str, lost: float) -> int:
-        outputs, inputs, positions = _shape(layers[name])
-        return max(1, int((1 - lost) * outputs * inputs * positions / _term(layers[name])))
+        outputs, inputs, positions = shape_of(layers[name])
+        return max(1, int((1 - lost) * outputs * inputs * positions / term_size(layers[name])))
 
     def cost(name: str, lost: float) -> int:
-        return rank(name, lost) * _term(layers[name])
+        return rank(name, lost) * term_size(layers[name])
 
     lost = allowed_loss(model, budget, layers, cost)
     twins: dict[str, nn.Module] = {}
     for name, layer in layers.items():
         terms = rank(name, lost)
-        if _shape(layer)[2] == 1:
-            twins[name] = _plain_svd(layer, min(terms, *_matrix(layer).shape))
+        if shape_of(layer)[2] == 1:
+            twins[name] = plain_svd(layer, min(terms, *matrix_of(layer).shape))
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about fits that it cannot improve
@@ -206,19 +204,6 @@ def cp_als(model: nn.Module, budget: int, batches: Batches) -> nn.Module:
             )
         twins[name] = separable(layer, out * scales, into, rows, columns)
     return replaced(model, twins)
-
-
-def separable(layer: Any, out: Tensor, into: Tensor, rows: Tensor, columns: Tensor) -> nn.Sequential:
-    """Return a convolution in CP form (O, R), (I, R), (k, R), (k, R) as four plain ones."""
-    terms, (height, width) = out.shape[1], layer.kernel_size
-    (down, right), (above, left) = layer.stride, layer.padding
-    made = [
-        nn.Conv2d(layer.in_channels, terms, 1, bias=False),
-        nn.Conv2d(terms, terms, (height, 1), (down, 1), (above, 0), groups=terms, bias=False),
-        nn.Conv2d(terms, terms, (1, width), (1, right), (0, left), groups=terms, bias=False),
-        nn.Conv2d(terms, layer.out_channels, 1, bias=layer.bias is not None),
-    ]
-    return _filled(made, [into.mT, rows.mT, columns.mT, out], layer, layer.weight.dtype)
 
 
 def tensorly_torch(model: nn.Module, budget: int, batches: Batches) -> nn.Module:
@@ -254,19 +239,13 @@ def torch_pruning(model: nn.Module, budget: int, batches: Batches) -> nn.Module:
     import torch_pruning as pruning
 
     image = batches[0][0][:1]
-    last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1:]
+    # The classes stay, and so do channels that a shortcut without parameters hands on: they belong to each other.
+    kept = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)][-1:]
+    if any(type(module).__name__ == "PaddedShortcut" for module in model.modules()):
+        kept += ["conv1", *(f"{name}.conv2" for name, block in model.named_modules() if hasattr(block, "shortcut"))]
 
     def pruned(ratio: float) -> nn.Module:
         twin = copy.deepcopy(model).eval()
-        kept = [twin.get_submodule(name) for name, module in model.named_modules() if module in last]
-        kept += [
-            module
-            for block in twin.modules()
-            if hasattr(block, "shortcut") and any(type(m).__name__ == "PaddedShortcut" for m in twin.modules())
-            for module in [block.conv2]  # what a padded shortcut adds to keeps its channels
-        ]
-        if any(type(m).__name__ == "PaddedShortcut" for m in twin.modules()):
-            kept.append(twin.conv1)
         pruner = pruning.pruner.BasePruner(
             twin,
             image,
@@ -274,7 +253,7 @@ def torch_pruning(model: nn.Module, budget: int, batches: Batches) -> nn.Module:
             global_pruning=True,
             pruning_ratio=ratio,
             max_pruning_ratio=0.97,
-            ignored_layers=kept,
+            ignored_layers=[twin.get_submodule(name) for name in kept],
         )
         twin.zero_grad()
         for images, labels in batches:
@@ -308,80 +287,3 @@ METHODS: dict[str, Method] = {
     "tensorly-torch": tensorly_torch,
     "torch-pruning": torch_pruning,
 }
-
-
-# --- shared parts -------------------------------------------------------------------------------------------------
-
-
-def compressible(model: nn.Module) -> dict[str, Any]:
-    """Return the convolutions (ungrouped) and linear layers of a network by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1)
-    }
-
-
-def rank_for(energies: Tensor, lost: float) -> int:
-    """Return the fewest leading directions that leave at most this share of the energy out."""
-    kept = energies.cumsum(0) / energies.sum().clamp_min(torch.finfo(torch.float64).tiny)
-    return min(len(energies), int((kept < 1 - lost).sum()) + 1)
-
-
-def allowed_loss(model: nn.Module, budget: int, layers: Mapping[str, Any], cost: Callable[[str, float], int]) -> float:
-    """Return the smallest share that every layer may lose for the network to fit the budget."""
-    fixed = parameters(model) - sum(layer.weight.numel() for layer in layers.values())
-    low, high = 0.0, 1.0
-    if fixed + sum(cost(name, high) for name in layers) > budget:
-        raise ValueError(f"one term a layer is more than {budget:,} parameters")
-    for _ in range(50):
-        middle = (low + high) / 2
-        if fixed + sum(cost(name, middle) for name in layers) <= budget:
-            high = middle
-        else:
-            low = middle
-    return high
-
-
-def replaced(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
-    """Return a copy of a network with other layers in these places, on the same device."""
-    twin, place = copy.deepcopy(model), next(model.parameters())
-    for name, layer in layers.items():
-        parent, _, child = name.rpartition(".")
-        setattr(twin.get_submodule(parent), child, layer)
-    return twin.to(place.device, place.dtype)
-
-
-def _matrix(layer: Any) -> Tensor:  # (O, I k k)
-    return layer.weight.detach().flatten(1)
-
-
-def _shape(layer: Any) -> tuple[int, int, int]:
-    outputs, inputs = layer.weight.shape[:2]
-    return outputs, inputs, layer.weight[0, 0].numel()
-
-
-def _term(layer: Any) -> int:
-    """Return the parameters of one CP term."""
-    return sum(layer.weight.shape) if _shape(layer)[2] > 1 else sum(layer.weight.shape[:2])
-
-
-def _mode_energies(layer: Any) -> list[Tensor]:
-    weight = layer.weight.detach().double()
-    unfolded = weight.flatten(1), weight.transpose(0, 1).flatten(1)
-    return [torch.linalg.eigvalsh(matrix @ matrix.mT).flip(0).clamp_min(0) for matrix in unfolded]
-
-
-def _plain_svd(layer: Any, rank: int) -> nn.Module:
-    u, s, v = torch.linalg.svd(_matrix(layer).double(), full_matrices=False)
-    return two_layers(layer, u[:, :rank], s[:rank, None] * v[:rank])
-
-
-@torch.no_grad()
-def _filled(made: Sequence[Any], weights: Sequence[Tensor], layer: Any, dtype: torch.dtype) -> nn.Sequential:
-    """Return the layers in a row with these weights, which are reshaped, and the bias of the old layer in the last."""
-    for new, weight in zip(made, weights, strict=True):
-        new.weight.copy_(weight.reshape(new.weight.shape).to(new.weight))
-    if layer.bias is not None:
-        made[-1].bias.copy_(layer.bias)
-    return nn.Sequential(*made).to(layer.weight.device, dtype)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import compression_accuracy
 import compression_figure
 import compressors
+import small_layers
 from cpnorm.lab.data.images import STATISTICS
 from cpnorm.lab.training.networks import cifar_resnet
 from official_files import make, write_cifar10
@@ -51,9 +52,9 @@ def test_a_method_keeps_to_its_budget_and_leaves_the_network_alone(method: str, 
     if not available(method):
         pytest.skip(f"needs {PEERS[method]}")
     before = copy.deepcopy(network.state_dict())
-    budget = compressors.parameters(network) // 2
+    budget = small_layers.parameters(network) // 2
     small = compressors.METHODS[method](network, budget, batches())
-    assert 0.8 * budget < compressors.parameters(small) <= budget
+    assert 0.8 * budget < small_layers.parameters(small) <= budget
     assert small(batches()[0][0]).shape == (64, 10)
     after = network.state_dict()
     assert all(torch.equal(after[key], value) for key, value in before.items())
@@ -63,7 +64,7 @@ def test_a_method_keeps_to_its_budget_and_leaves_the_network_alone(method: str, 
 def test_all_singular_values_give_the_layer_back(layer: nn.Module) -> None:
     x = torch.randn(2, 12) if isinstance(layer, nn.Linear) else torch.randn(2, layer.in_channels, 9, 9)
     u, s, v = torch.linalg.svd(layer.weight.detach().flatten(1), full_matrices=False)
-    torch.testing.assert_close(compressors.two_layers(layer, u, s[:, None] * v)(x), layer(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(small_layers.two_layers(layer, u, s[:, None] * v)(x), layer(x), rtol=1e-4, atol=1e-5)
 
 
 def test_a_convolution_in_cp_form_is_four_plain_ones() -> None:
@@ -72,7 +73,7 @@ def test_a_convolution_in_cp_form_is_four_plain_ones() -> None:
     with torch.no_grad():
         layer.weight.copy_(torch.einsum("or,ir,hr,wr->oihw", *factors))
     x = torch.randn(2, 4, 10, 11)
-    torch.testing.assert_close(compressors.separable(layer, *factors)(x), layer(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(small_layers.separable(layer, *factors)(x), layer(x), rtol=1e-4, atol=1e-4)
 
 
 def test_whitening_is_best_on_the_data() -> None:
@@ -95,7 +96,7 @@ def test_whitening_is_best_on_the_data() -> None:
 
 def test_the_smallest_loss_that_fits_the_budget_is_found() -> None:
     energies = torch.tensor([4.0, 3.0, 2.0, 1.0])
-    assert [compressors.rank_for(energies, lost) for lost in (0.0, 0.1, 0.3, 0.31, 0.9, 1.0)] == [4, 3, 2, 2, 1, 1]
+    assert [small_layers.rank_for(energies, lost) for lost in (0.0, 0.1, 0.3, 0.31, 0.9, 1.0)] == [4, 3, 2, 2, 1, 1]
     model = nn.Sequential(nn.Linear(8, 8, bias=False))
     with pytest.raises(ValueError, match="one term a layer is more than 3 parameters"):
         compressors.svd(model, 3, [])
