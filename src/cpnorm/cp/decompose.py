@@ -18,7 +18,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _in_full_precision(decompose: Callable[P, T]) -> Callable[P, T]:
+def in_full_precision(decompose: Callable[P, T]) -> Callable[P, T]:
     """Without gradients, and outside of autocast, which would make the matrix products bfloat16."""
 
     @wraps(decompose)
@@ -38,7 +38,7 @@ def exact_rank(shape: Sequence[int]) -> int:
     return math.prod(shape) // max(shape)
 
 
-@_in_full_precision
+@in_full_precision
 def cp_exact(weight: Tensor, rank: int | None = None, *, generator: torch.Generator | None = None) -> CPTensor:
     """The canonical form made of the singular vectors of the slices along the two largest modes; nothing iterates.
 
@@ -73,7 +73,7 @@ def cp_exact(weight: Tensor, rank: int | None = None, *, generator: torch.Genera
     return _as_given(weight, scale, lambdas, factors)
 
 
-@_in_full_precision
+@in_full_precision
 def cp_power(
     weight: Tensor,
     rank: int,
@@ -145,7 +145,7 @@ def cp_power(
     return _as_given(weight, scale, lambdas, factors)
 
 
-@_in_full_precision
+@in_full_precision
 def cp_als(
     weight: Tensor,
     rank: int,
@@ -204,7 +204,7 @@ class RankEstimate(NamedTuple):
     curve: list[tuple[int, float]]
 
 
-@_in_full_precision
+@in_full_precision
 def estimate_rank(
     weight: Tensor,
     fit: float = 0.99,
