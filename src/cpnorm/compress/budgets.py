@@ -1,4 +1,4 @@
-"""Which terms to keep: each layer says in which order its terms should go, a budget says how far to follow."""
+"""Choose which terms to keep: each layer has an order in which its terms go, and a budget says how far to follow it."""
 
 from __future__ import annotations
 
@@ -11,48 +11,38 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from cpnorm.cp.elimination import elimination_order
+
 # --- in one layer: what goes first --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Elimination:
-    """The order in which the terms of a layer should go, and what has been lost after each; the last one never goes."""
+    """The order in which the terms of a layer are dropped, and the loss after each; the last one is never dropped."""
 
     order: Tensor  # (R,) the first to go first
     loss: Tensor  # (R,) after 0, 1, ..., R - 1 have gone: see ``_barrier``
 
     def kept(self, dropped: int) -> Tensor:
-        """The terms still there when ``dropped`` have gone, in their old order."""
+        """Return the terms that are left when ``dropped`` have gone, in their old order."""
         return self.order[dropped:].sort().values
 
 
 def by_score(scores: Tensor) -> Elimination:  # (R,)
-    """Smallest first, as if every term's loss were its own affair; of equals the last goes first."""
+    """Drop the smallest first, as if the losses of terms simply added up; of equals the last goes first."""
     order = scores.argsort(descending=True, stable=True).flip(0)
     gone = scores[order].double().cumsum(0)
     return Elimination(order, _barrier(torch.cat([gone.new_zeros(1), gone[:-1]]), gone[-1]))
 
 
 def by_gram(gram: Tensor) -> Elimination:  # (R, R)
-    """One by one the term whose absence adds least to the squared error, overlaps with those already gone included.
-
-    When S has gone the error is the sum of gram over S x S, so that term r adds gram_rr + 2 sum_S gram_rs: less than
-    nothing where it cancelled a term that is no longer there.
-    """
-    gram = gram.double().cpu()
-    cost = gram.diagonal().clone()
-    order, loss = [], [0.0]
-    for _ in range(len(gram)):
-        term = int(cost.argmin())
-        order.append(term)
-        loss.append(loss[-1] + cost[term].item())
-        cost += 2 * gram[term]
-        cost[term] = math.inf
-    return Elimination(torch.tensor(order), _barrier(torch.tensor(loss[:-1], dtype=torch.float64), gram.sum()))
+    """Drop one by one the term whose absence adds least to the squared error; see ``elimination_order``."""
+    order, loss = elimination_order(gram)
+    return Elimination(order, _barrier(loss, gram.double().sum().cpu()))
 
 
 def _barrier(lost: Tensor, whole: Tensor) -> Tensor:  # (R,), () -> (R,)
-    """-whole * log(1 - lost / whole): as much as was lost while that is little, without bound as the layer goes blind.
+    """Return -whole * log(1 - lost / whole): the loss itself while it is small, and without bound as nothing is left.
 
     What reaches the end of a chain of layers is a product of the shares that each lets through, and so the logarithms
     add up. Added as they are, losses would empty the layer with the dearest terms for the sake of the others.
@@ -62,20 +52,20 @@ def _barrier(lost: Tensor, whole: Tensor) -> Tensor:  # (R,), () -> (R,)
 
 
 def energy_lost(gram: Tensor, order: Tensor) -> Tensor:  # (R, R), (R,) -> (R,)
-    """Squared error over the squared norm after 0, 1, ..., R - 1 terms have gone in this order."""
+    """Return the squared error over the squared norm after 0, 1, ..., R - 1 terms have gone in this order."""
     gram, order = gram.double().cpu(), order.cpu()
     gone = gram[order][:, order].cumsum(0).cumsum(1).diagonal()
     return torch.cat([gone.new_zeros(1), gone[:-1].clamp_min(0)]) / energy(gram)
 
 
 def energy(gram: Tensor) -> Tensor:  # (R, R) -> ()
-    """The squared norm of all terms together; where they cancel, no less than the rounding of their sum."""
+    """Return the squared norm of all terms together; where they cancel, no less than the rounding of their sum."""
     limits = torch.finfo(gram.dtype)
     return gram.sum().clamp_min(limits.eps * gram.abs().sum()).clamp_min(limits.tiny)
 
 
 def terms_to_keep(rank: int, rate: float) -> int:
-    """The share ``rate`` of the terms goes, rounded down in exact arithmetic, and one always stays.
+    """Return how many terms stay when the share ``rate`` goes, rounded down in exact arithmetic; at least one.
 
     The authors' code rounds down what stays, which is a term less where the share is no whole number.
 
@@ -89,22 +79,57 @@ def terms_to_keep(rank: int, rate: float) -> int:
 # --- over all layers: where it costs least ------------------------------------------------------------------------
 
 
-def cheapest_first(eliminations: Mapping[str, Elimination], saved: Mapping[str, Sequence[float]]) -> list[str]:
-    """Layers in the order in which each should give up its next term: least loss per unit saved first.
+@dataclass(frozen=True)
+class Options:
+    """The ranks among which a layer may choose, from all its terms down, with what each costs and loses."""
 
-    ``saved[name][n]`` is what the layer saves with n terms gone. Following the lower convex hull of loss against saving
-    is optimal at every corner, and sees past a dear term behind which cheap ones wait.
+    ranks: list[int]
+    costs: list[float]  # in parameters or FLOPs; never rises
+    losses: list[float]
+
+    @classmethod
+    def of(
+        cls,
+        rank: int,
+        cost: Callable[[int], float],
+        loss: Callable[[int], float],
+        *,
+        dense: float | None = None,
+        multiple: int = 1,
+    ) -> Options:
+        """Price the ranks that are multiples of ``multiple``.
+
+        ``dense`` is the cost of the layer with a dense weight: where that is less, all terms cost no more, and ranks
+        that cost as much are no option.
+        """
+        ranks = [rank, *(r for r in range(rank - 1, 0, -1) if r % multiple == 0)]
+        costs = [cost(r) for r in ranks]
+        if dense is not None and dense <= costs[0]:
+            ranks = [ranks[0], *(r for r, price in zip(ranks[1:], costs[1:], strict=True) if price < dense)]
+            costs = [dense, *(price for price in costs[1:] if price < dense)]
+        return cls(ranks, costs, [loss(r) for r in ranks])
+
+    @property
+    def saved(self) -> list[float]:
+        return [self.costs[0] - cost for cost in self.costs]
+
+
+def cheapest_first(losses: Mapping[str, Sequence[float]], saved: Mapping[str, Sequence[float]]) -> list[str]:
+    """Return layers in the order in which each should take its next option: least loss per unit saved first.
+
+    ``saved[name][n]`` is what the layer saves with option n. Following the lower convex hull of loss against saving is
+    optimal at every corner, and sees past an expensive option that cheap ones follow.
     """
     prices = [
         (price, place, step, name)
-        for place, (name, elimination) in enumerate(eliminations.items())
-        for step, price in enumerate(_hull_slopes(saved[name], elimination.loss.tolist()))
+        for place, (name, lost) in enumerate(losses.items())
+        for step, price in enumerate(_hull_slopes(saved[name], lost))
     ]
     return [name for *_, name in sorted(prices)]
 
 
 def _hull_slopes(x: Sequence[float], y: Sequence[float]) -> list[float]:
-    """The slope of the lower convex hull between neighbouring points; x never falls."""
+    """Return the slope of the lower convex hull between neighbouring points; x never falls."""
 
     def slope(i: int, j: int) -> float:
         if x[j] > x[i]:
@@ -120,9 +145,9 @@ def _hull_slopes(x: Sequence[float], y: Sequence[float]) -> list[float]:
 
 
 def spend(sequence: Sequence[str], saved: Mapping[str, Sequence[float]], excess: float) -> dict[str, int]:
-    """Terms to drop in each layer, following the sequence until ``excess`` is saved.
+    """Return how far each layer goes along its options, following the sequence until ``excess`` is saved.
 
-    What turns out not to be needed is given back, the dearest first.
+    Steps that turn out not to be needed are taken back, the most expensive first.
     """
     dropped = dict.fromkeys(saved, 0)
     taken = []
@@ -139,17 +164,17 @@ def spend(sequence: Sequence[str], saved: Mapping[str, Sequence[float]], excess:
             excess += gain
             dropped[name] -= 1
         else:
-            settled.add(name)  # a layer's terms come back in order or not at all
+            settled.add(name)  # a layer's steps are taken back in order or not at all
     return dropped
 
 
 def follow(sequence: Sequence[str], names: Iterable[str], steps: int) -> dict[str, int]:
-    """Terms dropped in each layer after so many steps."""
+    """Return how far each layer has gone after so many steps."""
     return {name: sequence[:steps].count(name) for name in names}
 
 
 def furthest(steps: int, allowed: Callable[[int], bool]) -> int:
-    """The most steps that are allowed, by bisection; 0 always is."""
+    """Return the most steps that are allowed, by bisection; 0 always is."""
     low, high = 0, steps
     if steps and allowed(steps):
         return steps
@@ -160,7 +185,7 @@ def furthest(steps: int, allowed: Callable[[int], bool]) -> int:
 
 
 def steps_within(sequence: Sequence[str], lost: Mapping[str, Sequence[float]], allowed: float) -> int:
-    """The most steps after which the mean of what the layers have lost is at most ``allowed``."""
+    """Return the most steps after which the mean of what the layers have lost is at most ``allowed``."""
     dropped = dict.fromkeys(lost, 0)
     total, best = 0.0, 0
     for step, name in enumerate(sequence, start=1):

@@ -23,9 +23,6 @@ Batch = tuple[Any, Any]  # inputs, targets
 LossFunction = Callable[[Any, Any], Any]  # -> a tensor, or a number where no gradient is asked for
 
 
-# --- work ---------------------------------------------------------------------------------------------------------
-
-
 # --- responses ----------------------------------------------------------------------------------------------------
 #
 # A layer computes y = sum_r scale_r a_r z_r + bias, with z_r = (b_r o c_r o ...)(x) what term r makes of the input
@@ -45,6 +42,17 @@ def term_moments(model: nn.Module, inputs: Iterable[Any]) -> dict[int, Tensor]: 
     for each in inputs:
         watch(model, each, seen)
     return moments
+
+
+def with_terms(layer: CPLayer, cp: CPTensor, bias: Tensor | None = None) -> CPLayer:
+    """Return a layer that shares all settings with the given one and holds other terms; the given one is untouched."""
+    twin: Any = copy.copy(layer)
+    twin.__dict__.pop("forward", None)  # of a run that watches the given one
+    twin._parameters, twin._modules = dict(layer._parameters), dict(layer._modules)
+    for key, value in (("sigma", cp.sigma), ("lambdas", cp.lambdas), ("bias", bias)):
+        twin._parameters[key] = None if value is None else nn.Parameter(value.detach(), requires_grad=False)
+    twin._modules["factors"] = nn.ParameterList([nn.Parameter(f.detach(), requires_grad=False) for f in cp.factors])
+    return cast(CPLayer, twin)
 
 
 def term_responses(layer: CPLayer, *args: Any, **kwargs: Any) -> Iterator[Tensor]:  # -> (positions, G, R) each

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from cpnorm.cp.tensor import CPTensor
+from cpnorm.describe.renamed import renamed
 from cpnorm.describe.tables import mega, share, table
 from cpnorm.nn.convert import canonical_layers
 from cpnorm.nn.layers import CPLayer, count_parameters, tie_key
@@ -25,23 +26,33 @@ class LayerReport:
     name: str
     rank_before: int
     rank_after: int
-    weights_before: int
-    weights_after: int
-    weights_dense: int
+    parameters_before: int  # sigma, lambdas and vectors, without the bias
+    parameters_after: int
+    parameters_dense: int
     flops_before: int | None
     flops_after: int | None
     flops_dense: int | None
     energy: float  # kept: 1 - ||W - W_after||^2 / ||W||^2
+    dense: bool = False  # whether it has become a plain layer
+
+    weights_before = renamed("parameters_before")
+    weights_after = renamed("parameters_after")
+    weights_dense = renamed("parameters_dense")
+
+    @property
+    def changed(self) -> bool:
+        """Whether terms were dropped, or the layer has become plain."""
+        return self.dense or self.rank_after < self.rank_before
 
     def _cells(self) -> list[str]:
         return [
             self.name or "(this layer)",
             f"{self.rank_before:,}",
-            f"{self.rank_after:,}",
-            f"{self.weights_before:,}",
-            f"{self.weights_after:,}",
-            share(self.weights_after, self.weights_before),
-            share(self.weights_after, self.weights_dense),
+            "dense" if self.dense else f"{self.rank_after:,}",
+            f"{self.parameters_before:,}",
+            f"{self.parameters_after:,}",
+            share(self.parameters_after, self.parameters_before),
+            share(self.parameters_after, self.parameters_dense),
             mega(self.flops_before),
             mega(self.flops_after),
             share(self.flops_after, self.flops_dense),
@@ -55,9 +66,9 @@ class Report:
 
     budget: str
     layers: tuple[LayerReport, ...]
-    weights_before: int
-    weights_after: int
-    weights_dense: int
+    parameters_before: int
+    parameters_after: int
+    parameters_dense: int
     flops_before: int | None
     flops_after: int | None
     flops_dense: int | None
@@ -65,30 +76,61 @@ class Report:
     loss_before: float | None  # under a loss budget only
     loss_after: float | None
 
+    weights_before = renamed("parameters_before")
+    weights_after = renamed("parameters_after")
+    weights_dense = renamed("parameters_dense")
+
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        header = ["layer", "rank", "kept", "weights", "kept", "of before", "of dense"]
+        header = ["layer", "rank", "kept", "parameters", "kept", "of before", "of dense"]
         header += ["MFLOP", "kept", "of dense", "energy"]
-        total = [
+        rows = [*(layer._cells() for layer in self.layers), self._all_else(), self._total()]
+        lines = table(header, rows, left=(0,))
+        if any(layer.energy < 0 for layer in self.layers):
+            lines += "\nenergy below 0 %: the outputs were fitted, and the weight itself is far from the old one"
+        if self.loss_before is not None:
+            lines += f"\nloss {self.loss_before:.4g} before, {self.loss_after:.4g} after"
+        return f"{self.budget}\n{lines}"
+
+    def _all_else(self) -> list[str]:
+        """Return the row that makes the others add up: biases, plain and skipped layers."""
+
+        def rest(field: str) -> int | None:
+            whole = getattr(self, field)
+            return None if whole is None else whole - sum(getattr(layer, field) or 0 for layer in self.layers)
+
+        before, after, dense = (rest(f"parameters_{when}") or 0 for when in ("before", "after", "dense"))
+        flops = [rest(f"flops_{when}") for when in ("before", "after", "dense")]
+        return [
+            "all else",
+            "",
+            "",
+            f"{before:,}",
+            f"{after:,}",
+            share(after, before),
+            share(after, dense),
+            mega(flops[0]),
+            mega(flops[1]),
+            share(flops[1], flops[2]),
+        ]
+
+    def _total(self) -> list[str]:
+        return [
             "in all",
             f"{sum(layer.rank_before for layer in self.layers):,}",
-            f"{sum(layer.rank_after for layer in self.layers):,}",
-            f"{self.weights_before:,}",
-            f"{self.weights_after:,}",
-            share(self.weights_after, self.weights_before),
-            share(self.weights_after, self.weights_dense),
+            f"{sum(layer.rank_after for layer in self.layers if not layer.dense):,}",
+            f"{self.parameters_before:,}",
+            f"{self.parameters_after:,}",
+            share(self.parameters_after, self.parameters_before),
+            share(self.parameters_after, self.parameters_dense),
             mega(self.flops_before),
             mega(self.flops_after),
             share(self.flops_after, self.flops_dense),
             f"{100 * self.energy:.2f} %",
         ]
-        lines = table(header, [*(layer._cells() for layer in self.layers), total], left=(0,))
-        if self.loss_before is not None:
-            lines += f"\nloss {self.loss_before:.4g} before, {self.loss_after:.4g} after"
-        return f"{self.budget}\n{lines}"
 
 
 def compare(
@@ -96,40 +138,45 @@ def compare(
     model: nn.Module,
     layers: Mapping[str, CPLayer],
     forms: Mapping[str, CPTensor],
+    dense: Collection[str],
     work: Mapping[int, Work],
     loss_before: float | None,
     loss_after: float | None,
 ) -> Report:
-    """The layers as they are against the forms that some of them are to take."""
+    """Compare the layers as they are with the forms that some of them are to take; others are to become plain."""
     rows = []
     for name, layer in layers.items():
         before, after = layer.cp, forms.get(name, layer.cp)
         each = work.get(tie_key(layer))
+        size = math.prod(before.shape)
+        flops_after = None if each is None else each.dense if name in dense else each.at(after.rank)
         rows.append(
             LayerReport(
                 name=name,
                 rank_before=before.rank,
                 rank_after=after.rank,
-                weights_before=before.numel(),
-                weights_after=after.numel(),
-                weights_dense=math.prod(before.shape),
+                parameters_before=before.numel(),
+                parameters_after=size if name in dense else after.numel(),
+                parameters_dense=size,
                 flops_before=each.at(before.rank) if each else None,
-                flops_after=each.at(after.rank) if each else None,
+                flops_after=flops_after,
                 flops_dense=each.dense if each else None,
                 energy=_energy_kept(before, after) if name in forms else 1.0,
+                dense=name in dense,
             )
         )
-    weights = count_parameters(model)
-    plain = weights - sum(layer.cp.numel() for layer in canonical_layers(model).values())
+    parameters = count_parameters(model)
+    plain = parameters - sum(layer.cp.numel() for layer in canonical_layers(model).values())
     after_ranks = {tie_key(layers[name]): form.rank for name, form in forms.items()}
+    made_dense = {tie_key(layers[name]) for name in dense}
     return Report(
         budget=budget,
         layers=tuple(rows),
-        weights_before=weights,
-        weights_after=weights - sum(row.weights_before - row.weights_after for row in rows),
-        weights_dense=plain + sum(math.prod(layer.modes) for layer in canonical_layers(model).values()),
+        parameters_before=parameters,
+        parameters_after=parameters - sum(row.parameters_before - row.parameters_after for row in rows),
+        parameters_dense=plain + sum(math.prod(layer.modes) for layer in canonical_layers(model).values()),
         flops_before=all_flops(model, work) if work else None,
-        flops_after=all_flops(model, work, after_ranks) if work else None,
+        flops_after=all_flops(model, work, after_ranks, made_dense) if work else None,
         flops_dense=sum(each.dense for each in work.values()) if work else None,
         energy=sum(row.energy for row in rows) / len(rows),
         loss_before=loss_before,
@@ -146,7 +193,12 @@ def _energy_kept(before: CPTensor, after: CPTensor) -> float:
     return 1 - (old - new).square().sum(dtype=torch.float64).item() / whole if whole else 1.0
 
 
-def all_flops(model: nn.Module, work: Mapping[int, Work], ranks: Mapping[int, int] | None = None) -> int:
-    """Of all linear and convolutional layers, canonical ones run the cheaper way, at other ranks where given."""
+def all_flops(
+    model: nn.Module, work: Mapping[int, Work], ranks: Mapping[int, int] | None = None, dense: Collection[int] = ()
+) -> int:
+    """Return the FLOPs of all linear and convolutional layers, canonical ones run the cheaper way.
+
+    ``ranks`` are those of layers that are to have others, and ``dense`` are layers to become plain.
+    """
     now = {tie_key(layer): layer.rank for layer in canonical_layers(model).values()} | dict(ranks or {})
-    return sum(each.at(now[key]) if key in now else each.dense for key, each in work.items())
+    return sum(each.at(now[key]) if key in now and key not in dense else each.dense for key, each in work.items())

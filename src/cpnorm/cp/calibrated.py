@@ -305,9 +305,7 @@ def _contract(tangent: Tensor, factors: Sequence[Tensor], mode: int) -> Tensor: 
 
 def _varied(changes: Sequence[Tensor], factors: Sequence[Tensor]) -> Tensor:  # -> (d1 * d2 ..., R)
     """Return the change of the Khatri-Rao product when the factors change."""
-    parts = [
-        khatri_rao([*factors[:mode], change, *factors[mode + 1 :]]) for mode, change in enumerate(changes)
-    ]
+    parts = [khatri_rao([*factors[:mode], change, *factors[mode + 1 :]]) for mode, change in enumerate(changes)]
     return reduce(torch.add, parts)
 
 
@@ -324,7 +322,8 @@ class _Linearized:
         gradient_left = self.left_image @ self.right_gram - problem.projected @ self.right
         gradient_right = (self.right_image @ self.left_gram - problem.projected.mT @ self.left).sum(0)
         self.gradient = [
-            part + ridge * factor for part, factor in zip(self._by_mode(gradient_left, gradient_right), factors, strict=True)
+            part + ridge * factor
+            for part, factor in zip(self._by_mode(gradient_left, gradient_right), factors, strict=True)
         ]
         self.spectra = self._spectra()
 
@@ -373,8 +372,7 @@ class _Linearized:
         right_part = (self.right_image @ (left.mT @ self.left_image) + image @ self.left_gram).sum(0)
         damping = damping + self.ridge
         return [
-            part + damping * change
-            for part, change in zip(self._by_mode(left_part, right_part), changes, strict=True)
+            part + damping * change for part, change in zip(self._by_mode(left_part, right_part), changes, strict=True)
         ]
 
     def step(self, damping: float, inner: int) -> Factors:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cpnorm._checks import as_arguments
 from cpnorm.nn.planner import LAYERS
 
-Instead = Mapping[Tensor, Tensor]  # the tensor that takes the place of a parameter during one run
+Instead = Mapping[Tensor, Tensor]  # the tensor that takes the place of a parameter or buffer during one run
 
 
 Seen = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
@@ -49,7 +49,7 @@ def run(model: nn.Module, inputs: Any, instead: Instead | None = None) -> Any:
     places = {
         f"{name}.{key}".lstrip("."): instead[parameter]
         for name, module in (model.named_modules() if instead else ())
-        for key, parameter in module._parameters.items()
+        for key, parameter in (*module._parameters.items(), *module._buffers.items())
         if instead and parameter is not None and parameter in instead
     }
     with uncompiled():

@@ -1,0 +1,110 @@
+"""What data say about the layers of a model, each by itself: what to fit, where to start, and what errors cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from cpnorm.compress.moments import input_moments, output_sensitivity, outputs_first
+from cpnorm.compress.refit import Fitted
+from cpnorm.cp.calibrated import Candidates, Problem, fit
+from cpnorm.cp.tensor import CPTensor
+from cpnorm.nn.layers import CPLayer, tie_key
+from cpnorm.nn.planner import linear_modes
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """What the data say about one layer: a problem to solve, where to start, and what an error of it means."""
+
+    problem: Problem
+    candidates: Candidates
+    importance: float  # squared change of the network's outputs if the layer gave nothing but its mean
+    sensitivity: Tensor | None  # (g, o, o)
+    repeated: bool  # called more than once per input, or tied
+
+    def expected_loss(self, rank: int) -> float:
+        """Return about what cutting the layer to this rank costs: little errors as they are, large ones without bound.
+
+        What reaches the end of a chain of layers is a product of the shares that each lets through, so that their
+        logarithms add up.
+        """
+        return -self.importance * math.log1p(-min(self.candidates.expected_error(rank), 1 - 1e-9))
+
+
+def calibrate(
+    model: nn.Module, layers: Mapping[str, CPLayer], inputs: Sequence[Any]
+) -> tuple[dict[str, Calibration], int]:
+    """Return what the data say about each layer that they reach, and the bytes that feature maps take."""
+    seen = input_moments(model, layers, inputs)
+    metrics = output_sensitivity(model, layers, inputs)
+    found = {}
+    for name, moments in seen.moments.items():
+        layer = layers[name]
+        metric = (metrics or {}).get(name)
+        squares, _ = moments.second(centered=bias_is_free(model, layer))
+        problem = layer_problem(layer, layer.weight.detach(), squares, metric)
+        if problem.output_modes > 1:
+            candidates = Candidates.of(problem, _scaled_factors(problem, layer.cp))
+        else:
+            candidates = problem.candidates()
+        importance = 1.0 if metrics is None else problem.total
+        found[name] = Calibration(problem, candidates, importance, metric, moments.calls > len(inputs))
+    return found, seen.largest
+
+
+def layer_problem(layer: CPLayer, weight: Tensor, squares: Tensor, metric: Tensor | None) -> Problem:
+    """Return the problem for another weight of this layer."""
+    modes = len(linear_modes(layer)[0]) if isinstance(layer, nn.Linear) else 1
+    shape = modes_by_patch(layer)
+    dense = outputs_first(layer, weight).reshape(shape)
+    return Problem.of(dense, squares, metric, groups=getattr(layer, "groups", 1), output_modes=modes)
+
+
+def modes_by_patch(layer: CPLayer) -> tuple[int, ...]:
+    """Return the shape that a layer's weight is decomposed in, outputs first."""
+    first, second, *rest = layer.modes
+    return (second, first, *rest) if getattr(layer, "transposed", False) else (first, second, *rest)
+
+
+def terms_by_patch(layer: CPLayer, cp: CPTensor) -> CPTensor:
+    """Return the terms with the output vectors first, or as the layer wants them: it is its own inverse."""
+    if not getattr(layer, "transposed", False):
+        return cp
+    first, second, *rest = cp.factors
+    return CPTensor(cp.sigma, cp.lambdas, (second, first, *rest))
+
+
+def _scaled_factors(problem: Problem, cp: CPTensor) -> list[Tensor]:
+    first = cp.factors[0] * (cp.sigma * cp.lambdas / problem.scale)
+    return [factor.detach().to(problem.weight) for factor in (first, *cp.factors[1:])]
+
+
+def bias_is_free(model: nn.Module, layer: CPLayer) -> bool:
+    """Return True if the mean of a layer's outputs can be corrected, by its own bias or by a batch norm."""
+    if layer.bias is None:
+        return any(has_statistics(module) for module in model.modules())
+    holders = [module for module in model.modules() if module._parameters.get("bias") is layer.bias]
+    tied = [module for module in model.modules() if tie_key(module) == tie_key(layer)]
+    return len(holders) == len(tied) == 1
+
+
+def fit_alone(layer: CPLayer, calibration: Calibration, rank: int, *, steps: int = 16) -> Fitted:
+    """Return the layer at this rank, fitted on what it was fed while all layers were as they had been."""
+    chosen = calibration.candidates if calibration.problem.output_modes == 1 else None
+    start = None
+    if chosen is None:
+        kept = calibration.candidates.order[layer.rank - rank :].sort().values.to(layer.lambdas.device)
+        start = layer.cp.select(kept)
+    fitted = fit(calibration.problem, rank, chosen, start, steps=steps)
+    return Fitted(terms_by_patch(layer, fitted).to(layer.lambdas.dtype), None)
+
+
+def has_statistics(module: nn.Module) -> bool:
+    """Return True for a batch norm that uses running statistics in eval mode."""
+    return isinstance(module, _BatchNorm) and module.running_mean is not None and "forward" not in module.__dict__

@@ -1,0 +1,264 @@
+"""Second moments of what layers are fed, and how much the network's outputs depend on what they hand on.
+
+Only sums are kept, so that memory does not depend on the number of inputs. Of large feature maps a sample of the
+positions is read: neighbouring ones say nearly the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cpnorm.compress.calibration_data import batch_size, tensors_of
+from cpnorm.nn.layers import CPLayer, tie_key
+from cpnorm.nn.planner import output_space
+from cpnorm.nn.running import evaluating, run, watch
+
+LEAST_SAMPLES = 2**15  # patches per layer over all inputs, if there are so many
+SAMPLES_PER_ENTRY = 48  # patches per entry of one
+MOST_ENTRIES = 8192  # of a patch: above, its second moments take more than half a GiB
+SENSITIVITY_INPUTS = 256  # inputs that are traced back through the network
+
+
+# --- patches ------------------------------------------------------------------------------------------------------
+
+
+def patch_size(layer: nn.Module) -> int | None:
+    """Return how many input entries one output depends on; None for a layer whose patches cannot be used."""
+    if isinstance(layer, nn.Linear):
+        size = layer.in_features
+    else:
+        conv = cast(nn.modules.conv._ConvNd, layer)
+        if conv.transposed and conv.groups > 1:
+            return None  # its groups share the output vectors instead of the input vectors
+        size = conv.in_channels // conv.groups * math.prod(conv.kernel_size)
+    return size if size <= MOST_ENTRIES else None
+
+
+def out_features(layer: nn.Module) -> int:
+    """Return the number of output features or channels."""
+    return layer.out_features if isinstance(layer, nn.Linear) else cast(nn.modules.conv._ConvNd, layer).out_channels
+
+
+def _space(layer: nn.Module, x: Tensor) -> list[int]:
+    """Return the sizes of the output positions: rows of a linear layer, places of a convolution."""
+    if isinstance(layer, nn.Linear):
+        return [x.numel() // max(x.shape[-1], 1)]
+    conv = cast(nn.modules.conv._ConvNd, layer)
+    return output_space(conv, x.shape[-len(conv.kernel_size) :])
+
+
+def _images(layer: nn.Module, x: Tensor) -> int:
+    return 1 if isinstance(layer, nn.Linear) or x.ndim < len(cast(Any, layer).kernel_size) + 2 else len(x)
+
+
+def choose_positions(layer: nn.Module, x: Tensor, share: float, seed: int) -> Tensor:
+    """Return the indices of a random share of the output positions, the same ones for the same seed."""
+    count = math.prod(_space(layer, x))
+    kept = max(1, min(count, math.ceil(share * count)))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(count, generator=generator)[:kept].sort().values.to(x.device)
+
+
+def patches_at(layer: nn.Module, x: Tensor, positions: Tensor) -> Tensor:  # -> (g, samples, D)
+    """Return what the outputs at these positions depend on, in the order of the weight's entries."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if isinstance(layer, nn.Linear):
+        return x.reshape(1, -1, x.shape[-1])[:, positions].to(wide)
+    conv = cast(Any, layer)
+    dims, space = len(conv.kernel_size), _space(layer, x)
+    x = x if x.ndim == dims + 2 else x[None]
+    if conv.transposed:
+        x, stride = _spread(conv, x), (1,) * dims
+    else:
+        mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+        x, stride = F.pad(x, conv._reversed_padding_repeated_twice, mode=mode), conv.stride
+    index: list[Tensor] = []
+    rest = positions
+    for dim in reversed(range(dims)):
+        taps = torch.arange(conv.kernel_size[dim], device=x.device) * conv.dilation[dim]
+        taps = taps.flip(0) if conv.transposed else taps
+        at = (rest % space[dim])[:, None] * stride[dim] + taps  # (P, k)
+        index.insert(0, at.reshape(len(positions), *(-1 if other == dim else 1 for other in range(dims))))
+        rest = rest // space[dim]
+    taken = x[(slice(None), slice(None), *index)]  # (N, I, P, k, ...)
+    taken = taken.reshape(len(x), conv.groups, -1, len(positions), math.prod(conv.kernel_size))
+    return taken.permute(1, 0, 3, 2, 4).reshape(conv.groups, len(x) * len(positions), -1).to(wide)
+
+
+def _spread(conv: Any, x: Tensor) -> Tensor:
+    """Return the input on which a convolution with the mirrored kernel does what the transposed one does."""
+    sizes = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], conv.stride, strict=True)]
+    spread = x.new_zeros(*x.shape[:2], *sizes)
+    spread[(slice(None), slice(None), *(slice(None, None, s) for s in conv.stride))] = x
+    border: list[int] = []
+    for dim in reversed(range(len(sizes))):
+        around = conv.dilation[dim] * (conv.kernel_size[dim] - 1) - conv.padding[dim]
+        border += [around, around + conv.output_padding[dim]]
+    return F.pad(spread, border)
+
+
+def outputs_at(layer: nn.Module, x: Tensor, y: Tensor, positions: Tensor) -> Tensor:  # -> (g, samples, o)
+    """Return the outputs at these positions less the bias, in the order of the patches."""
+    wide = torch.promote_types(y.dtype, torch.float32)
+    bias = cast(Tensor | None, layer.bias)
+    if isinstance(layer, nn.Linear):
+        y = y.reshape(1, -1, y.shape[-1])[:, positions]
+        return (y if bias is None else y - bias).to(wide)
+    conv = cast(nn.modules.conv._ConvNd, layer)
+    y = y if y.ndim == len(conv.kernel_size) + 2 else y[None]
+    y = y[(..., *(slice(size) for size in _space(layer, x)))].flatten(2)[:, :, positions]  # (N, O, P)
+    y = y if bias is None else y - bias[:, None]
+    return y.reshape(len(y), conv.groups, -1, y.shape[-1]).permute(1, 0, 3, 2).flatten(1, 2).to(wide)
+
+
+def outputs_first(layer: nn.Module, weight: Tensor) -> Tensor:
+    """Swap inputs and outputs of a transposed convolution's weight, which has its inputs first; or swap them back."""
+    return weight.transpose(0, 1) if getattr(layer, "transposed", False) else weight
+
+
+# --- sums ---------------------------------------------------------------------------------------------------------
+
+
+class Moments:
+    """Means and covariances of the patches x of one layer and of the outputs y that belong to them, as running sums.
+
+    What is summed is taken relative to the first samples' mean: means much larger than the spread would leave nothing
+    of it in single precision.
+    """
+
+    def __init__(self) -> None:
+        self.count = self.calls = 0
+        self._shift: tuple[Tensor, Tensor] | None = None
+        self._sums: list[Tensor] = []
+
+    def add(self, patches: Tensor, outputs: Tensor | None = None) -> None:  # (g, n, D), (g, n, o)
+        """Count these samples in."""
+        outputs = patches[:, :, :0] if outputs is None else outputs
+        if self._shift is None:
+            self._shift = patches.mean(1, keepdim=True), outputs.mean(1, keepdim=True)
+        x, y = patches - self._shift[0], outputs - self._shift[1]
+        sums = [(x.mT @ x).double(), (y.mT @ x).double(), x.sum(1).double(), y.sum(1).double()]
+        self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)] if self._sums else sums
+        self.count += patches.shape[1]
+
+    def means(self) -> tuple[Tensor, Tensor]:  # -> (g, D), (g, o)
+        """Return the means of patches and outputs."""
+        assert self._shift is not None
+        x, y = (total / self.count + shift[:, 0] for total, shift in zip(self._sums[2:], self._shift, strict=True))
+        return x, y
+
+    def second(self, centered: bool) -> tuple[Tensor, Tensor]:  # -> (g, D, D), (g, o, D)
+        """Return E[x x^T] and E[y x^T], about the means if they are to be centred."""
+        squares, products, x, y = (total / self.count for total in self._sums)
+        squares = squares - x[..., :, None] * x[..., None, :]
+        products = products - y[..., :, None] * x[..., None, :]
+        if not centered:
+            x, y = self.means()
+            squares = squares + x[..., :, None] * x[..., None, :]
+            products = products + y[..., :, None] * x[..., None, :]
+        return squares, products
+
+
+def sampled_share(layer: nn.Module, positions: int) -> float:
+    """Return the share of so many output positions that is enough to know the second moments."""
+    return min(1.0, max(LEAST_SAMPLES, SAMPLES_PER_ENTRY * (patch_size(layer) or 0)) / max(positions, 1))
+
+
+def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return the input of a layer however it was called."""
+    return cast(Tensor, (*args, *kwargs.values())[0])
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the layers of a model are fed."""
+
+    moments: dict[str, Moments]
+    largest: int  # bytes of the largest input of a layer, over all batches
+
+
+def input_moments(model: nn.Module, layers: Mapping[str, CPLayer], inputs: Sequence[Any]) -> Inputs:
+    """Return the moments of what these layers are fed, over all of the data, in one pass."""
+    names = {tie_key(layer): name for name, layer in layers.items()}
+    found: dict[str, Moments] = {}
+    largest = 0
+
+    def seen(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal largest
+        x = first_argument(args, kwargs)
+        largest = max(largest, x.numel() * x.element_size())
+        name = names.get(tie_key(layer))
+        if name is None or patch_size(layer) is None or not x.numel():
+            return
+        moments = found.setdefault(name, Moments())
+        moments.calls += 1
+        share = sampled_share(layer, math.prod(_space(layer, x)) * _images(layer, x) * len(inputs))
+        moments.add(patches_at(layer, x, choose_positions(layer, x, share, moments.calls)))
+
+    for each in inputs:
+        watch(model, each, seen)
+    return Inputs(found, largest * len(inputs))
+
+
+# --- sensitivity --------------------------------------------------------------------------------------------------
+
+
+def output_sensitivity(
+    model: nn.Module, layers: Mapping[str, CPLayer], inputs: Sequence[Any]
+) -> dict[str, Tensor] | None:  # -> (g, o, o) each
+    """Return, for every layer, the metric G in which changes of its output move the outputs of the network.
+
+    G is the mean over inputs of the sum over positions of g g^T, with g the gradient of the network's outputs projected
+    on a random direction: dy^T G dy is the expected squared change of the outputs. None if they cannot be
+    differentiated.
+    """
+    names = {tie_key(layer): name for name, layer in layers.items()}
+    generator = torch.Generator().manual_seed(0)
+    found: dict[str, Tensor] = {}
+    held: list[tuple[nn.Module, Tensor]] = []
+
+    def hold(layer: nn.Module, _: Any, y: Tensor) -> Tensor:
+        y = y if y.requires_grad else y.detach().requires_grad_()
+        held.append((layer, y))
+        return y.clone()  # what follows may change it in place
+
+    hooks = [m.register_forward_hook(hold) for m in model.modules() if isinstance(m, CPLayer) and tie_key(m) in names]
+    count = 0
+    try:
+        with evaluating(model), torch.enable_grad():
+            for each in inputs:
+                if count >= SENSITIVITY_INPUTS:
+                    break
+                held.clear()
+                outputs = [y for y in tensors_of(run(model, each)) if y.requires_grad]
+                if not outputs:
+                    return None
+                drawn = [torch.randn(y.shape, generator=generator).to(y) for y in outputs]
+                gradients = torch.autograd.grad(outputs, [y for _, y in held], drawn, allow_unused=True)
+                for (layer, _), gradient in zip(held, gradients, strict=True):
+                    if gradient is not None and bool(gradient.isfinite().all()):
+                        name = names[tie_key(layer)]
+                        found[name] = found.get(name, 0.0) + _outer(layer, gradient)
+                count += batch_size(each)
+    except (RuntimeError, ValueError):  # no tensors among the outputs, or operations without a gradient
+        return None
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: total / count for name, total in found.items()}
+
+
+def _outer(layer: nn.Module, gradient: Tensor) -> Tensor:  # -> (g, o, o)
+    dims = 0 if isinstance(layer, nn.Linear) else len(cast(Any, layer).kernel_size)
+    rows = gradient.movedim(-1 - dims, -1)
+    rows = rows.reshape(-1, getattr(layer, "groups", 1), rows.shape[-1] // getattr(layer, "groups", 1)).transpose(0, 1)
+    scale = rows.abs().amax().clamp_min(torch.finfo(rows.dtype).tiny)  # squares stay in range
+    rows = (rows / scale).float()
+    return (rows.mT @ rows).double() * scale.double().square()
