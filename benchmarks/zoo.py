@@ -43,8 +43,8 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     model = canonical_norm(copy.deepcopy(dense), skip=entry.skip)
     error = ((outputs(model, x) - expected).norm() / expected.norm()).item()
     exact = summary(model)
-    converted = sum(layer.weights_dense for layer in exact.layers)
-    truncate(model, params=exact.weights_dense - round((1 - KEPT) * converted))
+    converted = sum(layer.parameters_dense for layer in exact.layers)
+    truncate(model, params=exact.parameters_dense - round((1 - KEPT) * converted))
     choice = choose_forms(model, x)
     small = choice.apply(model)
     once = timing.interleaved({"dense": lambda: outputs(dense, x)}, rounds=3)["dense"]
@@ -60,9 +60,9 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
         "network": name,
         "from": entry.needs if entry.needs != "torch" else "torch.nn",
         "input": "×".join(map(str, entry.shape)),
-        "weights": exact.weights_dense,
+        "weights": exact.parameters_dense,
         "in layers that take part": converted,
-        "canonical, exact": exact.weights,
+        "canonical, exact": exact.parameters,
         "error": error,
         "truncated": sum(p.numel() for p in model.parameters()),
         "factorised": sum(p.numel() for p in small.parameters()),

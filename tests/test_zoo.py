@@ -32,7 +32,7 @@ def test_a_network_goes_all_the_way(name: str, tmp_path: Path) -> None:
     model = cpnorm.canonical_norm(copy.deepcopy(plain), skip=network.skip)
     close(outputs(model, x), expected, 1e-5)
 
-    converted = sum(layer.weights_dense for layer in cpnorm.summary(model).layers)
+    converted = sum(layer.parameters_dense for layer in cpnorm.summary(model).layers)
     budget = weights(plain) - converted // 2
     cpnorm.truncate(model, params=budget)
     assert weights(model) <= budget

@@ -90,7 +90,7 @@ def problems(draw: st.DrawFn) -> tuple[dict[str, Elimination], dict[str, list[in
 @given(problems())
 def test_spending_meets_the_budget_and_gives_back_what_it_can(problem) -> None:
     eliminations, saved, excess = problem
-    sequence = budgets.cheapest_first(eliminations, saved)
+    sequence = budgets.cheapest_first({name: e.loss.tolist() for name, e in eliminations.items()}, saved)
     dropped = budgets.spend(sequence, saved, excess)
     total = sum(saved[name][n] for name, n in dropped.items())
     assert total >= excess
@@ -103,7 +103,7 @@ def test_spending_meets_the_budget_and_gives_back_what_it_can(problem) -> None:
 def test_spending_is_optimal_where_all_terms_cost_the_same(problem) -> None:
     eliminations, saved, _ = problem
     saved = {name: [float(n) for n in range(len(values))] for name, values in saved.items()}
-    sequence = budgets.cheapest_first(eliminations, saved)
+    sequence = budgets.cheapest_first({name: e.loss.tolist() for name, e in eliminations.items()}, saved)
     for excess in range(int(sum(s[-1] for s in saved.values())) + 1):
         got = budgets.spend(sequence, saved, excess)
 
@@ -119,7 +119,7 @@ def test_terms_in_the_way_of_a_saving_go_together() -> None:
     # Layer a saves nothing until two of its terms have gone; layer b saves at every step, at a higher price.
     eliminations = {name: Elimination(torch.arange(4), torch.tensor([0.0, 1.0, 2.0, 3.0])) for name in "ab"}
     saved = {"a": [0.0, 0.0, 8.0, 8.0], "b": [0.0, 2.0, 4.0, 6.0]}
-    sequence = budgets.cheapest_first(eliminations, saved)
+    sequence = budgets.cheapest_first({name: e.loss.tolist() for name, e in eliminations.items()}, saved)
     assert sequence[:2] == ["a", "a"]
     assert budgets.spend(sequence, saved, 8) == {"a": 2, "b": 0}
     assert budgets.spend(sequence, saved, 10) == {"a": 2, "b": 1}

@@ -35,8 +35,8 @@ def test_every_step_keeps_the_same_share_and_the_last_meets_the_budget() -> None
         model(torch.randn(4, 32)).square().sum().backward()
         optimizer.step()  # raises if the state did not come along
         report = gradual.step()
-        assert report.weights_after == weights(model)
-        sizes.append(report.weights_after)
+        assert report.parameters_after == weights(model)
+        sizes.append(report.parameters_after)
     assert sizes[-1] <= 400
     for step, size in enumerate(sizes, start=1):
         assert size == pytest.approx(start * (400 / start) ** (step / 4), rel=0.15)

@@ -10,9 +10,14 @@ from torch import Tensor, nn
 
 import cpnorm
 from cpnorm import CPTensor
-from cpnorm.compress.refit import Fitted, fit, refit_als, refit_lambdas, refit_outputs
+from cpnorm.compress.refit import Fitted, fit, refit_als, refit_lambdas
+from cpnorm.compress.sequence import refit_in_sequence
 from cpnorm.nn.running import run
 from laws import CASES, Case, canonical, close
+
+
+def refit_outputs(model: nn.Module, layers: dict, forms: dict, inputs: list) -> dict[str, Fitted]:
+    return refit_in_sequence(model, layers, forms, {}, {}, inputs).forms
 
 
 def terms(cp: CPTensor) -> Tensor:  # (size, R): unit terms as columns

@@ -24,12 +24,12 @@ def test_the_report_adds_up() -> None:
     before = weights(model)
     plain = cpnorm.fold(copy.deepcopy(model))
     report = truncate(model, rate=0.5, example_input=x)
-    assert (report.weights_before, report.weights_after) == (before, weights(model))
-    assert report.weights_dense == weights(plain)
-    assert sum(row.weights_before - row.weights_after for row in report.layers) == before - weights(model)
+    assert (report.parameters_before, report.parameters_after) == (before, weights(model))
+    assert report.parameters_dense == weights(plain)
+    assert sum(row.parameters_before - row.parameters_after for row in report.layers) == before - weights(model)
     for (name, layer), row in zip(cpnorm.canonical_layers(model).items(), report.layers, strict=True):
         assert (row.name, row.rank_after) == (name, layer.rank)
-        assert row.weights_dense == plain.get_submodule(name).weight.numel()
+        assert row.parameters_dense == plain.get_submodule(name).weight.numel()
         assert row.flops_after <= row.flops_before <= row.flops_dense
     assert report.energy == pytest.approx(sum(row.energy for row in report.layers) / 2)
     values = json.loads(json.dumps(report.to_json()))
@@ -37,6 +37,6 @@ def test_the_report_adds_up() -> None:
     text = str(report)
     assert "rate=0.5" in text.splitlines()[0]
     assert text.splitlines()[-1].startswith("in all")
-    assert f"{report.weights_after:,}" in text.splitlines()[-1]
+    assert f"{report.parameters_after:,}" in text.splitlines()[-1]
     assert "MFLOP" in text
     assert "MFLOP" not in str(truncate(model, rate=0))

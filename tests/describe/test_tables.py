@@ -22,12 +22,12 @@ def test_the_numbers_are_those_of_the_model() -> None:
     cpnorm.truncate(model, rate=0.5)
     x = torch.randn(2, 3, 6, 6)
     found = cpnorm.summary(model, x)
-    assert found.weights == sum(p.numel() for p in model.parameters())
-    assert (found.weights_dense, found.weights_exact) == (dense, exact)
+    assert found.parameters == sum(p.numel() for p in model.parameters())
+    assert (found.parameters_dense, found.parameters_exact) == (dense, exact)
     conv, linear = found.layers
     assert (conv.name, conv.kind, conv.shape, conv.rank, conv.exact_rank) == ("0", "Conv2d", (8, 3, 3, 3), 14, 27)
-    assert conv.weights == sum(p.numel() for p in model[0].canonical_parameters())
-    assert (conv.weights_dense, linear.weights_dense) == (216, 1280)
+    assert conv.parameters == sum(p.numel() for p in model[0].canonical_parameters())
+    assert (conv.parameters_dense, linear.parameters_dense) == (216, 1280)
     assert conv.lambdas == tuple(model[0].lambdas.abs().sort(descending=True).values.tolist())
     plan = model[0].plan(x.shape, training=False)
     assert conv.path == plan.path
@@ -64,9 +64,9 @@ def test_the_papers_share() -> None:
     ranks = {"features.0": 36, "features.3": 571, "features.6": 1626, "features.8": 1948, "features.10": 1644}
     model = cpnorm.canonical_norm(alexnet(), ranks, "kaiming_normal")
     report = cpnorm.truncate(model, rate=0.75)
-    assert report.weights_before == pytest.approx(9.25e6, rel=0.01)
-    assert report.weights_after / report.weights_before == pytest.approx(0.25, abs=0.005)
-    assert report.weights_after / report.weights_dense == pytest.approx(0.33, abs=0.01)
+    assert report.parameters_before == pytest.approx(9.25e6, rel=0.01)
+    assert report.parameters_after / report.parameters_before == pytest.approx(0.25, abs=0.005)
+    assert report.parameters_after / report.parameters_dense == pytest.approx(0.33, abs=0.01)
 
 
 def test_a_model_without_canonical_layers_is_an_error() -> None:
@@ -81,7 +81,7 @@ def test_shared_layers_are_listed_once() -> None:
     found = cpnorm.summary(model, torch.randn(1, 4))
     assert len(found.layers) == 1
     assert found.layers[0].flops_dense == 2 * 32
-    assert found.weights_dense == 16 + 8
+    assert found.parameters_dense == 16 + 8
 
 
 def test_calls_of_several_sizes_each_by_its_own_path() -> None:

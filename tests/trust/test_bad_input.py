@@ -492,7 +492,7 @@ def test_odd_weights_stay_finite_through_everything(odd: str, init: str, tmp_pat
     optimizer.step()
     assert "layer" in str(cpnorm.summary(model, images()))
     cpnorm.save(model, tmp_path / "odd.safetensors")
-    small = cpnorm.truncate(model, rate=0.5, dry_run=True).weights_after
+    small = cpnorm.truncate(model, rate=0.5, dry_run=True).parameters_after
     budgets = {"none": {"rate": 0.5}, "lambdas": {"energy": 0.9}, "als": {"params": small}, "outputs": {"loss": 0.1}}
     for refit, budget in budgets.items():
         twin = copy.deepcopy(model)

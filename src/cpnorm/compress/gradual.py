@@ -53,7 +53,7 @@ class GradualTruncation:
         # A rehearsal of the whole way: what cannot be reached is better known now than after the training.
         end = truncate(model, **budget, optimizer=self.optimizer, **self.options, dry_run=True)
         if params is not None:
-            self._kind, self._start, self._end = "params", {"": end.weights_before}, {"": params}
+            self._kind, self._start, self._end = "params", {"": end.parameters_before}, {"": params}
         elif flops is not None:
             self._kind, self._start, self._end = "flops", {"": end.flops_before or 0}, {"": flops}
         else:

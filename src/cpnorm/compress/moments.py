@@ -87,7 +87,8 @@ def patches_at(layer: nn.Module, x: Tensor, positions: Tensor) -> Tensor:  # -> 
         at = (rest % space[dim])[:, None] * stride[dim] + taps  # (P, k)
         index.insert(0, at.reshape(len(positions), *(-1 if other == dim else 1 for other in range(dims))))
         rest = rest // space[dim]
-    taken = x[(slice(None), slice(None), *index)]  # (N, I, P, k, ...)
+    everything: Any = (slice(None), slice(None), *index)
+    taken = x[everything]  # (N, I, P, k, ...)
     taken = taken.reshape(len(x), conv.groups, -1, len(positions), math.prod(conv.kernel_size))
     return taken.permute(1, 0, 3, 2, 4).reshape(conv.groups, len(x) * len(positions), -1).to(wide)
 
@@ -113,7 +114,8 @@ def outputs_at(layer: nn.Module, x: Tensor, y: Tensor, positions: Tensor) -> Ten
         return (y if bias is None else y - bias).to(wide)
     conv = cast(nn.modules.conv._ConvNd, layer)
     y = y if y.ndim == len(conv.kernel_size) + 2 else y[None]
-    y = y[(..., *(slice(size) for size in _space(layer, x)))].flatten(2)[:, :, positions]  # (N, O, P)
+    known: Any = (..., *(slice(size) for size in _space(layer, x)))  # output_size= may have made it larger
+    y = y[known].flatten(2)[:, :, positions]  # (N, O, P)
     y = y if bias is None else y - bias[:, None]
     return y.reshape(len(y), conv.groups, -1, y.shape[-1]).permute(1, 0, 3, 2).flatten(1, 2).to(wide)
 

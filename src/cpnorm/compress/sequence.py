@@ -184,7 +184,8 @@ class _Sequence:
             mean, output_mean = moments.means()
             made = fitted.to(torch.float64).to_dense().reshape(target.shape)
             missing = (output_mean - (made @ mean[..., None]).squeeze(-1)).flatten()
-            bias = (layer.bias.double() + missing).to(layer.bias.dtype)
+            old_bias = cast(Tensor, layer.bias)
+            bias = (old_bias.double() + missing).to(old_bias.dtype)
         return Fitted(terms_by_patch(layer, fitted).to(layer.lambdas.dtype), None, bias)
 
     def _regressed(self, name: str, layer: CPLayer, calls: list[Call]) -> Fitted:

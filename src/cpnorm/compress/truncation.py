@@ -87,8 +87,9 @@ def truncate(
             vectors and the bias towards the old outputs on ``data``; "calibrated": all vectors are fitted to the old
             outputs on ``data``. The last two go layer by layer, each on the inputs that the truncated layers before it
             hand on; they are not for models that pick or order rows by their values, where old and new outputs would
-            not belong together. The default is the strongest that the arguments allow: "calibrated" with ``data``,
-            "als" without, and "lambdas" with an optimizer, whose state it keeps.
+            not belong together. The default is the strongest that the arguments allow: "calibrated" with ``data``
+            ("outputs" if a criterion is given, "als" for a budget of energy), "als" without, and "lambdas" with an
+            optimizer, whose state it keeps.
         data: a DataLoader, a tensor of inputs, or batches of inputs, of (inputs, targets) or of keyword arguments;
             inputs are one argument, a tuple of them, or a mapping by name. A few hundred samples are plenty. Targets
             are needed for ``loss`` and "taylor" only. Statistics of batch norms are adapted to the truncated model.
@@ -114,7 +115,8 @@ def truncate(
     check_type(data, (Iterable, type(None)), "batches of inputs or of (inputs, targets) as data")
     batches = [] if data is None else as_batches(data)
     optimizers = as_optimizers(optimizer)
-    refit = refit if refit is not None else "lambdas" if optimizers else "calibrated" if batches else "als"
+    by_default = refit is None
+    refit = _strongest_refit(budget, criterion, batches, optimizers) if refit is None else refit
     criterion = criterion if criterion is not None else "lambda" if refit in ("none", "lambdas") else "gram"
     _check(budget, amount, criterion, refit, batches, example_input is not None)
     if dense_layers and optimizers:
@@ -126,8 +128,9 @@ def truncate(
 
     job = _Job(model, layers, batches, criterion, refit, loss_function, progress)
     multiple = check_int("round_ranks", round_ranks)
-    may_be_dense = budget in ("params", "flops") and not optimizers if dense_layers is None else dense_layers
     amount = _absolute(budget, amount, model, work)
+    present = {"params": count_parameters(model), "flops": all_flops(model, work)}.get(budget)
+    may_be_dense = present is not None and present > amount and not optimizers and dense_layers is not False
     chosen = _choose(budget, amount, job, work, multiple, may_be_dense)
     cut = {name: rank for name, rank in chosen.items() if rank < layers[name].rank}
     dense = {
@@ -141,7 +144,7 @@ def truncate(
     losses = (job.loss(Refitted({})), job.loss(refitted)) if budget == "loss" else (None, None)
     how = f"{budget}={amount}, criterion={criterion}, refit={refit}"
     report = compare(how, model, layers, {n: form.cp for n, form in forms.items()}, dense, work, *losses)
-    _warn(budget, amount, report, job)
+    _warn(budget, amount, present, report, job, by_default=by_default)
     states = cut_states(optimizers, layers, forms) if optimizers else []
     if dry_run:
         return report
@@ -181,6 +184,14 @@ def as_optimizers(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
     for one in optimizers:
         check_type(one, (torch.optim.Optimizer, type(None)), "a torch.optim.Optimizer, several or None as optimizer")
     return [one for one in optimizers if isinstance(one, torch.optim.Optimizer)]
+
+
+def _strongest_refit(budget: str, criterion: str | None, batches: Sequence[Batch], optimizers: Sequence[Any]) -> str:
+    if optimizers:
+        return "lambdas"
+    if not batches or budget == "energy":
+        return "als"
+    return "calibrated" if criterion is None else "outputs"
 
 
 def _only_budget(**offered: Any) -> tuple[str, Any]:
@@ -254,12 +265,11 @@ def _expect_finite(tensors: Mapping[str, Iterable[Tensor]], what: str = "") -> N
             raise ValueError(f"expected finite values, got NaN or infinity in {of}")
 
 
-def _warn(budget: str, amount: Any, report: Report, job: _Job) -> None:
-    """Warn of results that are hardly what was wanted."""
-    if budget in ("params", "flops") and not any(row.changed for row in report.layers):
-        size = report.parameters_before if budget == "params" else report.flops_before
-        _tell(f"{budget}={amount:,} is no less than the {size:,} that the model has: nothing is cut")
-    elif report.parameters_after > report.parameters_dense and any(row.changed for row in report.layers):
+def _warn(budget: str, amount: Any, present: int | None, report: Report, job: _Job, *, by_default: bool) -> None:
+    """Warn of results that are hardly what was wanted; a refit that is named is taken for a choice."""
+    if present is not None and present <= amount:
+        _tell(f"{budget}={amount:,} is no less than the {present:,} that the model has: nothing is cut")
+    elif by_default and report.parameters_after > report.parameters_dense and any(y.changed for y in report.layers):
         _tell(
             f"the truncated model has {report.parameters_after:,} parameters, more than the "
             f"{report.parameters_dense:,} of the dense one: give a budget, such as params=0.5"
@@ -411,7 +421,7 @@ def _choose(
         return {name: options[name].ranks[count] for name, count in steps.items()}
 
     if budget in ("params", "flops"):
-        now = all_flops(job.model, work) if budget == "flops" else count_parameters(job.model)
+        now: float = all_flops(job.model, work) if budget == "flops" else count_parameters(job.model)
         if budget == "params":
             now += sum(each.costs[0] - layers[name].cp.numel() for name, each in options.items())
         least = now - sum(each[-1] for each in saved.values())

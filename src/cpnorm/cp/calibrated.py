@@ -334,7 +334,7 @@ class _Linearized:
         ]
 
     def _spectra(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Diagonalise the Kronecker products that the curvature of each mode would be if the metrics had no cross terms."""
+        """Diagonalise the Kronecker products that the curvatures would be if the metrics had no cross terms."""
         marginals = self.problem.marginals
         grams = [f.mT @ m @ f for f, m in zip(self.outs, marginals, strict=False)] if len(self.outs) > 1 else []
         grams_in = [f.mT @ m @ f for f, m in zip(self.ins, marginals[len(self.outs) :], strict=True)]

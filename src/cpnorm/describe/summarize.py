@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from cpnorm.cp.decompose import exact_rank
+from cpnorm.describe.renamed import renamed
 from cpnorm.describe.tables import mega, share, sparkline, table
 from cpnorm.nn.convert import canonical_layers
 from cpnorm.nn.layers import CPLayer, count_parameters, tie_key
@@ -31,13 +32,16 @@ class LayerSummary:
     shape: tuple[int, ...]  # the modes the weight is decomposed in
     rank: int
     exact_rank: int
-    weights: int  # sigma, lambdas and vectors
-    weights_dense: int
+    parameters: int  # sigma, lambdas and vectors
+    parameters_dense: int
     path: str | None  # this and the FLOPs with an example input only
     flops: int | None
     flops_dense: int | None
     lambdas: tuple[float, ...]  # absolute values, descending
     cancellation: float  # sum of the squared norms of the terms over that of W
+
+    weights = renamed("parameters")
+    weights_dense = renamed("parameters_dense")
 
     @property
     def degenerate(self) -> bool:
@@ -57,9 +61,9 @@ class LayerSummary:
             "×".join(map(str, self.shape)),
             f"{self.rank:,}",
             f"{self.exact_rank:,}",
-            f"{self.weights:,}",
-            f"{self.weights_dense:,}",
-            share(self.weights, self.weights_dense),
+            f"{self.parameters:,}",
+            f"{self.parameters_dense:,}",
+            share(self.parameters, self.parameters_dense),
             mega(self.flops),
             mega(self.flops_dense),
             self.path or "–",
@@ -76,9 +80,13 @@ class Summary:
     """Printable. ``layers`` are the canonical ones; the totals count every parameter of the model."""
 
     layers: tuple[LayerSummary, ...]
-    weights: int
-    weights_dense: int
-    weights_exact: int  # in canonical form at the exact ranks
+    parameters: int
+    parameters_dense: int
+    parameters_exact: int  # in canonical form at the exact ranks
+
+    weights = renamed("parameters")
+    weights_dense = renamed("parameters_dense")
+    weights_exact = renamed("parameters_exact")
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -91,7 +99,7 @@ class Summary:
             "shape",
             "rank",
             "exact",
-            "weights",
+            "parameters",
             "dense",
             "share",
             "MFLOP",
@@ -99,24 +107,26 @@ class Summary:
             "path",
         ]
         header += ["|λ|", "max", "median", "min", ""]
-        here, dense = (sum(sizes) for sizes in zip(*((s.weights, s.weights_dense) for s in self.layers), strict=True))
+        here, dense = (
+            sum(sizes) for sizes in zip(*((s.parameters, s.parameters_dense) for s in self.layers), strict=True)
+        )
         rows = [layer._cells() for layer in self.layers]
-        rows.append(["all else", "", "", "", "", f"{self.weights - here:,}", f"{self.weights_dense - dense:,}"])
+        rows.append(["all else", "", "", "", "", f"{self.parameters - here:,}", f"{self.parameters_dense - dense:,}"])
         return (
             f"{table(header, rows, left=(0, 1, 2, 10, 11, 15))}\n"
-            f"{self.weights:,} weights in all: {share(self.weights, self.weights_dense)} of the dense network's "
-            f"{self.weights_dense:,}, {share(self.weights, self.weights_exact)} of the {self.weights_exact:,} in "
-            "canonical form at exact ranks"
+            f"{self.parameters:,} parameters in all: {share(self.parameters, self.parameters_dense)} of the dense "
+            f"network's {self.parameters_dense:,}, {share(self.parameters, self.parameters_exact)} of the "
+            f"{self.parameters_exact:,} in canonical form at exact ranks"
         )
 
 
 @torch.no_grad()
 def summary(model: nn.Module, example_input: Any = None) -> Summary:
-    """Per canonical layer: shape, rank, weights, lambdas, cancellation; with an example input its path and FLOPs.
+    """Per canonical layer: shape, rank, parameters, lambdas, cancellation; with an example input its path and FLOPs.
 
     >>> from cpnorm import canonical_norm
     >>> overview = summary(canonical_norm(nn.Linear(20, 10)), torch.randn(1, 20))
-    >>> overview.layers[0].rank, overview.weights, overview.weights_dense
+    >>> overview.layers[0].rank, overview.parameters, overview.parameters_dense
     (10, 321, 210)
     """
     layers = canonical_layers(model)
@@ -124,12 +134,12 @@ def summary(model: nn.Module, example_input: Any = None) -> Summary:
         raise ValueError(f"{type(model).__name__} has no canonical layer to summarise")
     work = count_work(model, example_input) if example_input is not None else {}
     rows = tuple(_summarise(name, layer, work.get(tie_key(layer))) for name, layer in layers.items())
-    weights = count_parameters(model)
-    plain = weights - sum(row.weights for row in rows)
+    parameters = count_parameters(model)
+    plain = parameters - sum(row.parameters for row in rows)
     return Summary(
         rows,
-        weights,
-        plain + sum(row.weights_dense for row in rows),
+        parameters,
+        plain + sum(row.parameters_dense for row in rows),
         plain + sum(1 + row.exact_rank * (1 + sum(row.shape)) for row in rows),
     )
 
@@ -147,8 +157,8 @@ def _summarise(name: str, layer: CPLayer, work: Work | None) -> LayerSummary:
         shape=layer.modes,
         rank=layer.rank,
         exact_rank=exact_rank(layer.modes),
-        weights=layer.cp.numel(),
-        weights_dense=math.prod(layer.modes),
+        parameters=layer.cp.numel(),
+        parameters_dense=math.prod(layer.modes),
         path=path,
         flops=flops,
         flops_dense=None if work is None else work.dense,

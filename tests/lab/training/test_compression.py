@@ -147,7 +147,7 @@ def test_held_out_images_do_not_choose(canonical: Path, digits: ImageSet, monkey
     cut = Truncation(params=20_000, criterion="taylor")
     report = compression.truncate_network(trained_network(RunFolder(canonical)), cut, digits, config)
     assert report is not None
-    assert report["weights_after"] <= 20_000 < report["weights_before"]
+    assert report["parameters_after"] <= 20_000 < report["parameters_before"]
     rest, held, _ = digits.split_validation(40, config.seed)
     seen = torch.cat([images for images, _ in shown[0]])
     assert torch.equal(seen, normalize(rest.train_images, digits.mean, digits.std))

@@ -100,8 +100,8 @@ def layer_table(run: Inspection) -> Table:
             "×".join(map(str, row.shape)),
             f"{row.rank:,}",
             f"{row.exact_rank:,}",
-            f"{row.weights:,}",
-            f"{100 * row.weights / row.weights_dense:.3g} %",
+            f"{row.parameters:,}",
+            f"{100 * row.parameters / row.parameters_dense:.3g} %",
             (row.path or "") + (f", terms cancel {row.cancellation:.0f}-fold" if row.degenerate else ""),
         )
     return table

@@ -45,7 +45,7 @@ def explore(trainer: Trainer) -> dict[str, Any]:
     accuracies = []
     for rate in EXPLORED_RATES:
         small = copy.deepcopy(whole)
-        cpnorm.truncate(small, rate=rate)
+        cpnorm.truncate(small, rate=rate, criterion="lambda", refit="none")
         _, accuracy = trainer.evaluate(trainer.data.test_images, trainer.data.test_labels, small)
         accuracies.append(round(accuracy, 2))
     flops = term_flops(whole, trainer.prepare(trainer.data.test_images[:1]))

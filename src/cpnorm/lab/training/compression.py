@@ -131,6 +131,7 @@ def truncate_network(model: nn.Module, truncation: Truncation, data: ImageSet, c
         refit=truncation.refit,
         data=list(_batches(images[:count].to(device), labels[:count].to(device), data)) or None,
         example_input=first[:1],
+        dense_layers=False,  # all layers are to be trained in canonical form
         skip=[name for name in canonical if layers is not None and name not in layers],
     )
     return report.to_json()
