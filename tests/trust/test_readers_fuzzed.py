@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import cpnorm
+from cpnorm.lab.report.explorer import networks
 from cpnorm.lab.report.records import RecordError, read_results
 from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.jsonfiles import LARGEST, parse_object, read_object, whole_lines
@@ -67,22 +68,38 @@ RECORD = {
     "table": "t",
     "row": "t/r",
     "seed": 0,
-    "final": 50.0,
-    "best": 51.0,
-    "weights": 3,
+    "test_accuracy_last": 50.0,
+    "test_accuracy_best": 51.0,
+    "parameters": 3,
     "diverged": None,
     "curve": {},
 }
 
 
-@given(st.dictionaries(st.sampled_from([*RECORD, "config", "environment", "rank", "seconds"]), JSON, max_size=3))
+ODD = [
+    *RECORD,
+    "config",
+    "environment",
+    "rank",
+    "seconds",
+    "final",
+    "best",
+    "weights",
+    "compress",
+    "at_once",
+    "explorer",
+]
+
+
+@example({"rank": 10**39, "test_accuracy_last": None})
+@given(st.dictionaries(st.sampled_from(ODD), JSON, max_size=3))
 def test_any_record_is_read_or_a_record_error(
     tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any]
 ) -> None:
     folder = tmp_path_factory.mktemp("record")
     (folder / "t.jsonl").write_text(json.dumps({**RECORD, **changes}) + "\n")
     with contextlib.suppress(RecordError):
-        read_results(folder)
+        networks(read_results(folder))
 
 
 HEADERS = st.dictionaries(

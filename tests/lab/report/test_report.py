@@ -1,5 +1,6 @@
 """The page and the Markdown file: whole, self-contained, safe, complete, and working in a browser if there is one."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -15,7 +16,7 @@ from markdown_it import MarkdownIt
 import official_files
 import synthetic_results
 from cpnorm.lab.paper import tables as paper
-from cpnorm.lab.report import RecordError, build, write_markdown, write_page
+from cpnorm.lab.report import RecordError, build, write_lead, write_markdown, write_page
 from cpnorm.lab.report.document import Explorer, Fold, Grid, Section, Text
 from cpnorm.lab.report.drawing import standalone
 from cpnorm.lab.report.explorer import rate_grids
@@ -213,12 +214,20 @@ class TestDocument:
                 assert ("var(--" in svg) == (theme == "")
             assert not re.findall(r"\b(?:nan|inf)\b", drawing.svg.split("</title>", 1)[1]), drawing.key
 
+    def test_the_leading_figure_is_written_light_and_dark(self, results, tmp_path):
+        light, dark = write_lead(once(results), tmp_path / "assets")
+        assert [light.name, dark.name] == ["accuracy_vs_parameters_light.svg", "accuracy_vs_parameters_dark.svg"]
+        assert "#ffffff" in light.read_text()
+        assert "#ffffff" not in dark.read_text()
+        with pytest.raises(ValueError, match=r"expected records of CIFAR-10 .* found none"):
+            write_lead(dataclasses.replace(once(results), lead=None), tmp_path)
+
     def test_legends_and_labels_name_what_is_drawn(self, results):
         drawings = {d.key: d.svg for d in once(results).drawings()}
         names = re.findall(r"<text[^>]*>([^<]*)</text>", drawings["accuracy-parameters"])
         assert {"the paper", "our recipes in canonical form", "peers: plain, weight-normalised, low-rank"} <= set(names)
         labels = [name for name in names if re.fullmatch(r"\d\d\.\d %, [\d.]+ [kM]", name)]
-        assert [label.rpartition(", ")[2] for label in labels] == ["71.0 k", "0.14 M", "0.21 M"]
+        assert sorted(label.rpartition(", ")[2] for label in labels) == ["0.14 M", "0.21 M", "71.0 k"]
         assert "<title>beyond-cifar10/low-rank-140k: " in drawings["accuracy-parameters"]  # under the pointer
         names = re.findall(r"<text[^>]*>([^<]*)</text>", drawings["curve-cifar10-sgd"])
         assert {"none (n = 3)", "weight (n = 3)", "CP (n = 3)"} <= set(names)
@@ -267,6 +276,25 @@ class TestDocument:
             "cifar10/weight-rmsprop",
         }
         assert grid.rows[0][10].value == pytest.approx(6.98e6 / 211_000, rel=1e-3)
+
+    def test_the_explorer_offers_the_measured_cuts_of_a_network(self, results, tmp_path):
+        """Fine-tuned rows that start from a network, and global budgets that its own record has."""
+        (whole,) = [line for line in synthetic_results.paper_lines(1) if line["row"] == "init-adam/kaiming-normal"]
+        whole["explorer"]["budgets"] = [
+            {"parameters": 90_000, "accuracy": 71.5, "criterion": "gram", "refit": "als"},
+            {"parameters": None, "accuracy": 71.5},
+            "odd",
+        ]
+        settings = {"rate": 0.9, "params": 925_317, "criterion": "taylor", "refit": "none", "start": "same"}
+        cut = synthetic_results.run("beyond-criteria/taylor", 0, 91.5, 925_000, paper.CIFAR10, synthetic_results.random)
+        cut |= {"compression": settings, "compress": {"accuracy_cut": 10.0, "accuracy_before": 88.0}}
+        other = cut | {"seed": 1, "final": 91.0}  # of another network
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (whole, cut, other)))
+        (explorer,) = blocks(build(tmp_path).sections, Explorer)
+        assert [(c["name"], c["parameters"], c["cut"], c["tuned"]) for c in explorer.networks[0]["cuts"]] == [
+            ("one budget for all layers, by gram, refit: als", 90_000, 71.5, None),
+            ("one budget for all layers, by taylor, no refit", 925_000, 10.0, 91.5),
+        ]
 
     def test_an_empty_folder_is_a_report_too(self, tmp_path):
         text = write_report(tmp_path, tmp_path / "r.html").read_text()

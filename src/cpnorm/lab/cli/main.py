@@ -509,11 +509,14 @@ def reproduce(
 def report(
     results: Annotated[Path, typer.Argument(help="folder of the records")] = Path("results"),
     out: Annotated[Path, typer.Option(help="the page to write")] = Path("report.html"),
+    figures: Annotated[Path | None, typer.Option(help="also write the first figure, light and dark, here")] = None,
     data_dir: DataDir = None,
 ) -> None:
     """Write one self-contained page of all results beside the paper's, and README.md with figures in their folder."""
-    from cpnorm.lab.report import build, write_markdown, write_page
+    from cpnorm.lab.report import build, write_lead, write_markdown, write_page
 
     document = build(results, data_dir)
     typer.echo(str(write_page(document, out)))
     typer.echo(str(write_markdown(document, results / "README.md")))
+    for path in write_lead(document, figures) if figures else ():
+        typer.echo(str(path))

@@ -6,8 +6,9 @@ and markdown.
 """
 
 from cpnorm.lab.report.build import build
+from cpnorm.lab.report.charts import write_lead
 from cpnorm.lab.report.markdown import write_markdown
 from cpnorm.lab.report.page import write_page
 from cpnorm.lab.report.records import RecordError, read_results
 
-__all__ = ["RecordError", "build", "read_results", "write_markdown", "write_page"]
+__all__ = ["RecordError", "build", "read_results", "write_lead", "write_markdown", "write_page"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -11,10 +12,22 @@ from matplotlib.axes import Axes
 from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.paper.tables import Row, Table
 from cpnorm.lab.report.comparison import Comparison, last_epochs
-from cpnorm.lab.report.document import Drawing, count
-from cpnorm.lab.report.drawing import DASHES, INK, NOTE, count_axis, finish, label_points, legend, panel, style
+from cpnorm.lab.report.document import Document, Drawing, count
+from cpnorm.lab.report.drawing import (
+    DASHES,
+    INK,
+    NOTE,
+    count_axis,
+    finish,
+    label_points,
+    legend,
+    panel,
+    standalone,
+    style,
+)
 from cpnorm.lab.report.records import Records, Run, that_learned
 from cpnorm.lab.report.statistics import mean_curve, summarize
+from cpnorm.lab.training.runs import write_atomically
 
 STYLES = {"none": "s0", "weight": "s1", "cp": "s2", "tai": "s3"}  # a method looks the same in every drawing
 OTHERS = ("s2", "s1", "s3", "s4", "s5", "s0")
@@ -203,6 +216,17 @@ def lead(records: Records, own_rows: Sequence[str], data: str = "cifar10") -> Dr
     return replace(wide, narrow=_scatter(f"{LEAD}-narrow", DATA_NAMES[data], kinds, 390, 400).svg)
 
 
+def write_lead(document: Document, folder: Path, name: str = "accuracy_vs_parameters") -> list[Path]:
+    """Write the figure that opens the report as ``NAME_light.svg`` and ``NAME_dark.svg``; return where they are."""
+    if document.lead is None:
+        raise ValueError("expected records of CIFAR-10 for a figure of accuracy against parameters, found none")
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}_{theme}.svg" for theme in ("light", "dark")]
+    for path, theme in zip(paths, ("light", "dark"), strict=True):
+        write_atomically(path, standalone(document.lead, theme).encode())
+    return paths
+
+
 def _measured(kinds: Kinds) -> bool:
     return any(kinds[kind] for kind in ("again", "own", "peers"))
 
@@ -212,7 +236,7 @@ def _scatter(key: str, name: str, kinds: Kinds, width: int = 420, height: int = 
     marks = [mark for group in kinds.values() for mark in group]
     sizes, accuracies = [m.parameters for m in marks], sorted(m.accuracy for m in marks)
     # One network that failed must not press all others into a line.
-    low = max(accuracies[0], accuracies[len(accuracies) // 2] - 12)
+    low = min(a for a in accuracies if a >= accuracies[len(accuracies) // 2] - 12)
     margin = 0.08 * (accuracies[-1] - low) + 0.05
     bottom, top = low - margin, min(accuracies[-1] + margin, 100.0)
     figure, axes = panel("parameters of the network, logarithmic", "test accuracy, %", width, height)
@@ -231,8 +255,6 @@ def _scatter(key: str, name: str, kinds: Kinds, width: int = 420, height: int = 
             axes.plot([], [], label=label, **look)
     legend(figure, axes, 2 if width > 600 else 1)
     front = sorted((m for m in kinds["own"] if _is_on_the_front(m, kinds["own"])), key=lambda m: m.parameters)
-    points = [(m.parameters, m.accuracy) for m in front]
-    axes.plot(*zip(*points, strict=True), color=INK["s1"], linewidth=1, alpha=0.5, zorder=1) if points else None
     labels = [(m.parameters, m.accuracy, f"{m.accuracy:.1f} %, {count(m.parameters).text}") for m in front]
     label_points(axes, labels, [(m.parameters, max(m.accuracy, bottom)) for m in marks])
     caption = (

@@ -100,6 +100,8 @@ def _description(settings: Mapping[str, Any]) -> str:
     rate = numbers([settings.get("rate")])
     where = f"{100 * rate[0]:g} % of each layer" if rate and not settings.get("params") else "one budget for all layers"
     where = f"{where} among {len(settings['layers'])}" if isinstance(settings.get("layers"), list) else where
+    if images := _size(settings.get("images")):
+        where = f"{where}, at the outputs of {images} images"
     refit = str(settings.get("refit") or "none")
     return (
         f"{where}, by {settings.get('criterion') or 'lambda'}, {'no refit' if refit == 'none' else f'refit: {refit}'}"
