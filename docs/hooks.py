@@ -50,7 +50,16 @@ def moved(text: str, source: str, page: str) -> str:
         return f"]({relpath(inside, str(Path(page).parent))}{anchor})"
 
     text = text.replace(r"\~", "~")  # an escape that GitHub needs and this Markdown does not know
+    text = re.sub(r"<picture>.*?</picture>", themed, text, flags=re.S)
     return re.sub(r"\]\((?!\w+:|#)(?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)", link, text)
+
+
+def themed(match: re.Match[str]) -> str:
+    """Return two images for a ``<picture>``, of which the theme shows the one for its light or dark mode."""
+    found = re.search(r'srcset="(?P<dark>[^"]+)".*src="(?P<light>[^"]+)".*alt="(?P<alt>[^"]+)"', match[0], re.S)
+    if found is None:
+        raise ValueError(f"expected a picture with srcset, src and alt, got {match[0]}")
+    return f"![{found['alt']}]({found['light']}#only-light)\n![{found['alt']}]({found['dark']}#only-dark)"
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:

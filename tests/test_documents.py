@@ -1,4 +1,4 @@
-"""Every example in README, docs and notebooks runs as it stands, and the README's table says what the records say."""
+"""Run every example in README, docs and notebooks, and compare figures on the pages with the records."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from cpnorm.lab.training.records import read_records
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+IN_SHORT = (ROOT / "docs/results.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ELSEWHERE = ("README.md", "tutorial.md")  # run in a test of its own, and as the notebook that has the same code
 FENCE = re.compile(r"^```(?P<kind>[\w-]*)\n(?P<text>.*?)^```$", re.M | re.S)
@@ -128,13 +129,20 @@ def test_the_tutorials_notebook_has_the_tutorials_code() -> None:
     assert code == [text.strip("\n") for _, text in blocks(ROOT / "docs/tutorial.md", "python")]
 
 
+def test_the_readme_has_at_most_800_words() -> None:
+    assert len(README.split()) <= 800
+
+
 def test_the_readmes_example_is_short_and_needs_no_cpnorm_in_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     ((_, block),) = blocks(ROOT / "README.md", "python")
     assert len(block.strip().splitlines()) <= 12
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     exec(block, names)
-    assert "in all" in capsys.readouterr().out
-    assert not [m for m in names["small"].modules() if type(m).__module__.startswith("cpnorm")]
+    assert "parameters" in capsys.readouterr().out
+    small, report = names["small"].model, names["small"].report
+    assert not [m for m in small.modules() if type(m).__module__.startswith("cpnorm")]
+    assert sum(p.numel() for p in small.parameters()) <= 0.1 * report.parameters_before
+    assert sum(p.numel() for p in names["model"].parameters()) <= 30_000
 
 
 def test_the_table_is_what_the_records_say() -> None:
@@ -147,8 +155,11 @@ def test_the_table_is_what_the_records_say() -> None:
                 found[line["row"], True].append(line["truncation_result"]["accuracy_cut"])
     accuracy = r"(?:\*\*)?(\d+\.\d\d) ± (\d\.\d\d)(?:\*\*)?"
     best = r"(?: \(best epochs [^)]+\))?"
-    rows = re.findall(rf"^\|.*?\| {accuracy}{best} \| `([^`]+/[^`]+)`(, before fine-tuning)? \|$", README, re.M)
+    rows = re.findall(rf"^\|.*?\| {accuracy}{best} \| `([^`]+/[^`]+)`(, before fine-tuning)? \|$", IN_SHORT, re.M)
     assert len(rows) >= 12
+    headlines = re.findall(rf"^\|.*?\| {accuracy} \| [^|]+ \| `cpnorm reproduce ([^`]+)` \|$", README, re.M)
+    assert len(headlines) >= 3
+    rows += [(*row, "") for row in headlines]
     assert [row for row in rows if row[3]]
     for mean, sd, key, before in rows:
         values = found[key, bool(before)]
@@ -157,12 +168,12 @@ def test_the_table_is_what_the_records_say() -> None:
         assert float(sd) == pytest.approx(statistics.stdev(values), abs=0.006), key
 
 
-def test_the_readme_answers_the_claims_as_the_records_do() -> None:
-    answers = re.findall(r"^\| ([^|]+\?) \| ([^|]+) \| [^|]+ \|$", README, re.M)
+def test_the_claims_are_answered_as_the_records_do() -> None:
+    answers = re.findall(r"^\| ([^|]+\?) \| ([^|]+) \| [^|]+ \|$", IN_SHORT, re.M)
     assert answers == [(claim.question, claim.answer) for claim in claims(read_results(ROOT / "results"))]
 
 
-def test_the_readmes_speeds_are_those_of_the_benchmarks() -> None:
+def test_the_speeds_are_those_of_the_benchmarks() -> None:
     def record(name: str) -> dict[str, Any]:
         return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
@@ -183,5 +194,7 @@ def test_the_readmes_speeds_are_those_of_the_benchmarks() -> None:
         *(inference(*where, dense) for where in cpu + gpu),
         *(inference(*where, peer) for where in cpu + gpu[:1]),
     ]
-    found = [float(number) for number in re.findall(r"^\|.*\| (\d+\.\d+)× \| `\w+\.py", README, re.M)]
+    found = [float(number) for number in re.findall(r"^\|.*\| (\d+\.\d+)× \| `\w+\.py", IN_SHORT, re.M)]
     assert found == pytest.approx(expected, abs=0.0051)
+    headlines = [float(number) for number in re.findall(r"^\|.*\| (\d+\.\d+)× as fast \|", README, re.M)]
+    assert headlines == pytest.approx([inference(*cpu[1], dense), inference(*gpu[0], dense)], abs=0.0051)
