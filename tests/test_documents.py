@@ -142,7 +142,7 @@ def test_the_readmes_example_is_short_and_needs_no_cpnorm_in_the_end(capsys: pyt
     small, report = names["small"].model, names["small"].report
     assert not [m for m in small.modules() if type(m).__module__.startswith("cpnorm")]
     assert sum(p.numel() for p in small.parameters()) <= 0.1 * report.parameters_before
-    assert sum(p.numel() for p in names["model"].parameters()) <= 30_000
+    assert sum(p.numel() for p in names["model"].parameters()) <= 10_000
 
 
 def test_the_table_is_what_the_records_say() -> None:
