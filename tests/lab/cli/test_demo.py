@@ -97,7 +97,7 @@ def test_a_stop_is_taken_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     said = io.StringIO()
     monkeypatch.setattr(demo, "Stop", lambda: Stop(deadline=0.0))
     assert demo.run_demo(tmp_path, 0, Console(file=said, width=200)) is None
-    assert "stopped: the time limit was reached; the same command goes on from there" in said.getvalue()
+    assert "stopped: the time limit was reached; the same command resumes it" in said.getvalue()
     assert not (tmp_path / "index.html").exists()
 
 

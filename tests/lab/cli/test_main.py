@@ -16,7 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from cpnorm.lab.cli import main, options
+from cpnorm.lab.cli import main, options, training_commands
 from cpnorm.lab.cli.watch import Watch
 from cpnorm.lab.data.images import ImageSet, load, normalize
 from cpnorm.lab.paper import beyond
@@ -295,7 +295,7 @@ import os, sys, types
 package = types.ModuleType("cpnorm")
 package.__path__ = [sys.argv.pop(1)]
 sys.modules["cpnorm"] = package
-from cpnorm.lab.cli import main
+from cpnorm.lab.cli import main, training_commands
 for words in (["--help"], ["train", "--help"], ["data", "--help"], ["--version"], []):
     assert main.main(words) == 0
 assert not {"torch", "numpy", "sklearn", "matplotlib"} & set(sys.modules), sorted(sys.modules)
@@ -316,13 +316,13 @@ main.main([])
 def test_every_setting_is_an_option() -> None:
     fields = {field.name for field in dataclasses.fields(Config)}
     assert set(options.HELP) == fields
-    assert fields <= set(main.train.__signature__.parameters)  # type: ignore[attr-defined]
+    assert fields <= set(training_commands.train.__signature__.parameters)  # type: ignore[attr-defined]
 
 
 def test_presets_and_what_is_said_beside_them() -> None:
-    config = main.preset_config("cifar10/cp-sgd")
+    config = training_commands.preset_config("cifar10/cp-sgd")
     assert config == paper.row("cifar10/cp-sgd").config
-    assert main.preset_config("beyond-mnist/low-rank-12k") == beyond.MNIST_ROWS[1].config
+    assert training_commands.preset_config("beyond-mnist/low-rank-12k") == beyond.MNIST_ROWS[1].config
     said = {"lr": 0.5, "rank": "0.25", "skip": ["features.0"], "epochs": None, "renormalize": False}
     changed = options.changed(config, said)
     assert changed == config.replace(lr=0.5, rank=0.25, skip=("features.0",), renormalize=False)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cpnorm.lab.cli import main, watch
+from cpnorm.lab.cli import main, training_commands, watch
 from cpnorm.lab.cli.watch import Watch
 from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.driver import drive
@@ -77,7 +77,7 @@ def test_an_unknown_preset_lists_the_rows_of_the_paper_and_ours(capsys: pytest.C
     told = " ".join(capsys.readouterr().err.split())
     for row in ("cifar10/cp-sgd", "beyond-cifar10/low-rank-140k", "checks/cp-sgd-momentum"):
         assert row in told
-    assert main.preset_config("cifar10/cp-sgd", "code").batch_size == 128
+    assert training_commands.preset_config("cifar10/cp-sgd", "code").batch_size == 128
     assert main.main(["train", "--preset", "cifar10/cp-sgd", "--protocol", "deed"]) == 2
     assert "expected a protocol among words, code, got 'deed'" in capsys.readouterr().err
 

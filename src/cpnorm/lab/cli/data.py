@@ -1,4 +1,4 @@
-"""``cpnorm data``: get the data sets, check them, see where they lie."""
+"""``cpnorm data``: download data sets, check them, and show where they are."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import typer
 from cpnorm.lab.cli.options import DataDir, Json
 from cpnorm.lab.cli.run_command import DONE, FAILED, messages, print_json
 
-app = typer.Typer(help="The data sets: get them, check them, see where they lie.")
+app = typer.Typer(help="Data sets: download them, check them, show where they are.")
 
 
 @app.callback(invoke_without_command=True)
 def overview(context: typer.Context) -> None:
-    """What comes before any command."""
+    """Print the help."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -26,11 +26,13 @@ def get(
         str, typer.Argument(help="mnist, cifar10, svhn or digits; or weights: resnet20-cifar10, resnet56-cifar10")
     ],
     data_dir: DataDir = None,
-    address: Annotated[str | None, typer.Option(help="another place that has the files, such as a mirror")] = None,
-    file: Annotated[Path | None, typer.Option(help="weights in a local file (.th or .safetensors) instead")] = None,
+    address: Annotated[str | None, typer.Option(help="download from this address instead, such as a mirror")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="read weights from a local file (.th or .safetensors) instead")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Download a data set or published weights, go on where it broke off, and check them."""
+    """Download a data set or published weights, resuming an interrupted download, and check them."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     from cpnorm.lab.data import download, pretrained
@@ -52,12 +54,12 @@ def get(
     if as_json:
         print_json({"name": name, "files": [str(path) for path in paths]})
     else:
-        typer.echo("\n".join(map(str, paths)) or f"{name} come with scikit-learn: there is nothing to download")
+        typer.echo("\n".join(map(str, paths)) or f"{name} is part of scikit-learn: nothing to download")
 
 
 @app.command()
 def check(
-    names: Annotated[list[str] | None, typer.Argument(help="data sets; else all that are there")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="data sets; default: all that are found")] = None,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> int:
@@ -82,7 +84,7 @@ def check(
 
 @app.command()
 def where(data_dir: DataDir = None, as_json: Json = False) -> None:
-    """The folders that are searched, and which data set was found where."""
+    """Show the folders that are searched, and where each data set was found."""
     from cpnorm.lab.data import images
 
     folders = images.data_folders(data_dir)

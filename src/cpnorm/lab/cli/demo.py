@@ -1,4 +1,4 @@
-"""The whole story on embedded digits: train three ways, truncate, fine-tune, compare; a table and one HTML page."""
+"""The demo on embedded digits: train three ways, truncate, fine-tune, compare; a table and one HTML page."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from cpnorm.lab.training.truncation import Truncation
 BASE = Config(model="lenet", data="digits", init="power", optimizer="adam", lr=0.001, schedule="cosine", epochs=8)
 FINE_TUNING_EPOCHS = 4
 RATES = (0.25, 0.50, 0.75)
-LARGE = ("features.2", "classifier.1")  # they hold 99 % of the weights; the first and the last layer have few terms
-ROUNDS = 40  # calls of each network, in turn, to time it
+LARGE = ("features.2", "classifier.1")  # they hold 99 % of the parameters; the first and the last layer have few terms
+ROUNDS = 40  # calls of each network, in turn, for the timing
 
 
 # --- the runs ---------------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ ROUNDS = 40  # calls of each network, in turn, to time it
 
 @dataclass(frozen=True)
 class Chapter:
-    """One run of the story."""
+    """One run of the demo."""
 
     name: str
     folder: RunFolder
@@ -51,7 +51,7 @@ class Chapter:
 
 
 def chapters(out: Path, seed: int) -> list[Chapter]:
-    """Three trainings, then what is cut from the third."""
+    """Return three trainings, and the truncations of the third."""
     norms = {"plain": "none", "weight-normalised": "weight", "canonical": "cp"}
     plan = [Chapter(name, RunFolder(out / name), BASE.replace(norm=norm, seed=seed)) for name, norm in norms.items()]
     for rate in RATES:
@@ -62,7 +62,7 @@ def chapters(out: Path, seed: int) -> list[Chapter]:
 
 
 def run_chapter(chapter: Chapter, source: RunFolder, data: ImageSet, observers: Sequence[Observer], stop: Stop) -> None:
-    """Train or fine-tune, unless it was done before."""
+    """Train or fine-tune, unless that was done before."""
     folder, config, cut, options = chapter.folder, chapter.config, chapter.truncation, Options(device="cpu")
     if cut:
         compress(source.path, cut, config, out=folder.path, data=data, options=options, observers=observers, stop=stop)
@@ -71,7 +71,7 @@ def run_chapter(chapter: Chapter, source: RunFolder, data: ImageSet, observers: 
 
 
 def run_demo(out: Path, seed: int, console: Console, silent: bool = False) -> Story | None:
-    """Tell the story; None if it was stopped half way: then the same call goes on with it."""
+    """Run the demo; return None if it was stopped: the same call resumes it."""
     data, plan, stop = load("digits"), chapters(out, seed), Stop()
     trained = plan[2].folder
     columns = (TextColumn("{task.description:22}"), BarColumn(), MofNCompleteColumn(), "epochs", TimeElapsedColumn())
@@ -82,7 +82,7 @@ def run_demo(out: Path, seed: int, console: Console, silent: bool = False) -> St
             bar.update(task, description=chapter.name, completed=before)
             run_chapter(chapter, trained, data, [lambda *_: bar.advance(task)], stop)
             if stop:
-                console.print(f"stopped: {stop.reason}; the same command goes on from there")
+                console.print(f"stopped: {stop.reason}; the same command resumes it")
                 return None
             if not (silent or console.is_terminal):
                 console.print(f"{chapter.name}: {(chapter.folder.record() or {})['test_accuracy_last']} %")
@@ -92,7 +92,7 @@ def run_demo(out: Path, seed: int, console: Console, silent: bool = False) -> St
     return story
 
 
-# --- what came of them ------------------------------------------------------------------------------------------------
+# --- the results ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -109,17 +109,17 @@ class Network:
 
 @dataclass(frozen=True)
 class Story:
-    """What the demo found, and the page that tells it."""
+    """The results of the demo, and the page that shows them."""
 
     networks: list[Network]
     page: Path
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return {"networks": [asdict(network) for network in self.networks], "page": str(self.page)}
 
     def rows(self) -> list[list[str]]:
-        """Header first."""
+        """Return the rows of the table, the header first."""
         rows = [["network", "weights", "of plain", "just cut", "accuracy", "one image"]]
         for network in self.networks:
             rows.append(
@@ -135,7 +135,7 @@ class Story:
         return rows
 
     def table(self) -> Table:
-        """For a terminal."""
+        """Return the table for a terminal."""
         header, *rows = self.rows()
         table = Table(box=SIMPLE)
         table.add_column(header[0], no_wrap=True)
@@ -147,7 +147,7 @@ class Story:
 
 
 def compare(plan: Sequence[Chapter], data: ImageSet) -> list[Network]:
-    """Weights, accuracies and the time one image takes."""
+    """Return parameters, accuracies and the time for one image."""
     image = normalize(data.test_images[:1], data.mean, data.std)
     models = {chapter.name: plain_layers(trained_network(chapter.folder).eval(), image, "time") for chapter in plan}
     milliseconds = time_in_turn(models, image)
@@ -162,7 +162,7 @@ def compare(plan: Sequence[Chapter], data: ImageSet) -> list[Network]:
 
 @torch.inference_mode()
 def time_in_turn(models: Mapping[str, nn.Module], image: Tensor) -> dict[str, float]:
-    """Median milliseconds of one call; the networks take turns, so that all meet the same machine."""
+    """Return the median milliseconds of one call; the networks take turns, so that load affects all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(ROUNDS):
         for name, model in models.items():
@@ -176,7 +176,7 @@ def time_in_turn(models: Mapping[str, nn.Module], image: Tensor) -> dict[str, fl
 
 
 def page(story: Story, plan: Sequence[Chapter], data: ImageSet, seed: int) -> str:
-    """One file with everything in it, for light and dark."""
+    """Return one self-contained page, for light and dark."""
     plain, *cut = story.networks[0], *story.networks[3:]
     good = [network for network in cut if network.accuracy > plain.accuracy - 1]
     hero = min(good, key=lambda n: n.weights) if good else max(cut, key=lambda n: n.accuracy)
@@ -219,7 +219,7 @@ def page(story: Story, plan: Sequence[Chapter], data: ImageSet, seed: int) -> st
 
 
 def lambda_states(plan: Sequence[Chapter], data: ImageSet) -> dict[str, dict[str, Tensor]]:
-    """The λ of the large layers before training, after it, and of the terms left at the highest rate."""
+    """Return the λ of the large layers before training, after it, and after the largest truncation."""
     models = {
         "before training": build_model(plan[2].config, data, torch.device("cpu")),
         "after training": trained_network(plan[2].folder),

@@ -1,4 +1,4 @@
-"""What a run has become: its record, its layers, and how their σ and λ got there; as tables and as pictures."""
+"""Show a run: its record, its layers, and their σ and λ over training, as tables and pictures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUICK_INITS = ("exact", "kaiming_normal", "kaiming_uniform")
 
 @dataclass(frozen=True)
 class Inspection:
-    """A run, read back from its folder."""
+    """A run, read from its folder."""
 
     folder: Path
     settings: dict[str, Any]
@@ -34,7 +34,7 @@ class Inspection:
     summary: cpnorm.Summary | None  # None without canonical layers
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return {
             "run": str(self.folder),
             "settings": self.settings,
@@ -45,7 +45,7 @@ class Inspection:
 
 
 def inspect(path: str | Path) -> Inspection:
-    """Read a run, finished or not; needs no data and no GPU."""
+    """Read a run, finished or not; needs neither data nor a GPU."""
     folder = RunFolder(path)
     config, metrics = folder.config(), folder.metrics()
     model = trained_network(folder) if (folder / "model.safetensors").exists() else None
@@ -62,7 +62,7 @@ def inspect(path: str | Path) -> Inspection:
 
 
 def result_table(run: Inspection) -> Table:
-    """The run in a few lines."""
+    """Return the run in a few lines."""
     settings, record = run.settings, run.record
     table = Table(show_header=False, box=None, pad_edge=False)
     norm = {"none": "plain", "weight": "weight-normalised", "cp": "canonical", "tai": "low rank (Tai et al.)"}
@@ -75,7 +75,7 @@ def result_table(run: Inspection) -> Table:
     elif run.metrics:
         table.add_row("test accuracy", f"{run.metrics[-1]['test_accuracy']:.2f} % so far")
     if record:
-        table.add_row("weights", f"{record['weights']:,}")
+        table.add_row("parameters", f"{record['weights']:,}")
         table.add_row("time", f"{record['seconds']:,.0f} s in training steps and evaluation ({record['step_mode']})")
         if cut := record.get("truncation_result"):
             before = "" if cut["accuracy_before"] is None else f"{cut['accuracy_before']:.2f} % before, "
@@ -86,7 +86,7 @@ def result_table(run: Inspection) -> Table:
 
 
 def layer_table(run: Inspection) -> Table:
-    """Per canonical layer: shape, rank, weights, and how it runs on one image."""
+    """Return shape, rank and parameters per canonical layer, and how it runs on one image."""
     assert run.summary is not None
     table = Table(box=SIMPLE)
     table.add_column("layer", overflow="fold")  # cut off, two names may look alike
@@ -108,7 +108,7 @@ def layer_table(run: Inspection) -> Table:
 
 
 def lambda_table(run: Inspection) -> Table:
-    """Per canonical layer: the λ sorted by size and counted by value, and the way of σ and |λ| through the epochs."""
+    """Return per canonical layer the λ sorted by size and counted by value, and σ and |λ| over the epochs."""
     assert run.summary is not None
     assert run.model is not None
     table = Table(box=SIMPLE)
@@ -128,13 +128,13 @@ def lambda_table(run: Inspection) -> Table:
 
 
 def counted(values: torch.Tensor) -> str:
-    """A histogram of those that are numbers."""
+    """Return a histogram of the values that are numbers."""
     values = values[values.isfinite()]
     return bars(torch.histc(values, 10).tolist()) if len(values) else ""
 
 
 def bars(values: Sequence[float], width: int = 10) -> str:
-    """Sizes as bars from zero to the largest, in ``width`` characters or fewer.
+    """Return sizes as bars from zero to the largest, in ``width`` characters or fewer.
 
     >>> bars([1, 4, 8, 2])
     '▁▄█▂'
@@ -145,7 +145,7 @@ def bars(values: Sequence[float], width: int = 10) -> str:
 
 
 def trend(values: Sequence[float], width: int = 6) -> str:
-    """First and last value, and between them the course from the smallest to the largest.
+    """Return the first and the last value, with a sparkline of all between them.
 
     >>> trend([1.0, 1.5, 2.0])
     '1 ▁▄█ 2'
@@ -168,7 +168,7 @@ def _evenly(values: Sequence[float], count: int) -> list[float]:
 
 
 def draw(run: Inspection, folder: str | Path, kind: str = "png") -> list[Path]:
-    """Learning curves, σ and λ by epoch, the spectrum and the histograms of the λ, as files; returns their paths."""
+    """Draw learning curves, σ and λ by epoch, spectrum and histograms of the λ into files; return their paths."""
     from cpnorm.lab.cli import pictures
 
     target = Path(folder)
@@ -186,7 +186,7 @@ def draw(run: Inspection, folder: str | Path, kind: str = "png") -> list[Path]:
 
 
 def lambda_states(run: Inspection) -> dict[str, dict[str, Tensor]]:
-    """Every layer's λ after training, and before it where they are quickly drawn again from the seed."""
+    """Return the λ of every layer after training, and before it where they can be drawn quickly from the seed."""
     assert run.model is not None
     config = RunFolder(run.folder).config()
     before = {}

@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import sys
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cpnorm.lab.cli import data
+from cpnorm.lab.cli import data, paper_commands, training_commands
 from cpnorm.lab.cli.options import (
-    Checkpoints,
-    Compile,
-    DataDir,
     Device,
     Json,
-    Mlflow,
     Run,
-    TensorBoard,
-    TimeLimit,
-    Wandb,
-    changed,
     flag,
     parse_numbers,
-    parse_rank,
-    parse_seconds,
-    said_yes,
-    takes_settings,
 )
 from cpnorm.lab.cli.run_command import (
     DONE,
@@ -41,21 +26,11 @@ from cpnorm.lab.cli.run_command import (
     INTERRUPTED,
     STOPPED,
     announce_warnings,
-    execute_run,
     messages,
     print_json,
 )
-from cpnorm.lab.cli.watch import Watch, duration
-from cpnorm.lab.paper import protocols
-from cpnorm.lab.training.config import Config
-from cpnorm.lab.training.truncation import Truncation
 
 # Modules that import torch are imported inside the commands, so that help and completion are quick.
-if TYPE_CHECKING:
-    from cpnorm.lab.data.images import ImageSet
-    from cpnorm.lab.training.runs import RunFolder
-    from cpnorm.lab.training.trainer import Trainer
-
 EXTRAS = {"onnx": "onnx", "onnxscript": "onnx", "onnxruntime": "onnx", "tensorboard": "tensorboard", "ray": "ray"}
 EXTRAS |= {"wandb": "wandb", "mlflow": "mlflow"}
 
@@ -117,9 +92,7 @@ def _version() -> str:
 def overview(
     context: typer.Context,
     version: Annotated[bool, flag("--version", help="print the version and exit")] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="show errors with their traceback; may stand anywhere")
-    ] = False,
+    debug: Annotated[bool, flag("--debug", help="show errors with their traceback; may stand anywhere")] = False,
 ) -> None:
     """Print the version or the help."""
     if version:
@@ -129,7 +102,6 @@ def overview(
         typer.echo(context.get_help())
 
 
-@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="folder for the page and the runs")] = Path("demo"),
     seed: Annotated[int, typer.Option(help="seed of everything random")] = 0,
@@ -149,171 +121,6 @@ def demo(
     return DONE
 
 
-app.add_typer(data.app, name="data")
-
-
-@app.command()
-@takes_settings()
-def train(
-    out: Annotated[
-        Path | None, typer.Option(help="folder of the run; default: below runs/, named by its settings")
-    ] = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            help="start from the settings of a row of the paper or of ours, such as cifar10/cp-sgd; "
-            "an unknown row lists all of them"
-        ),
-    ] = None,
-    protocol: Annotated[
-        str, typer.Option(help="of the preset: words (the text of the paper) or code (the authors' code and logs)")
-    ] = "words",
-    data_dir: DataDir = None,
-    device: Device = None,
-    compile: Compile = True,
-    checkpoint_every: Checkpoints = 60.0,
-    time_limit: TimeLimit = None,
-    tensorboard: TensorBoard = False,
-    wandb: Wandb = False,
-    mlflow: Mlflow = False,
-    as_json: Json = False,
-    **settings: Any,
-) -> int:
-    """Train a network. The same command resumes a run that was stopped or killed, and shows a finished one."""
-    config = changed(preset_config(preset, protocol) if preset else Config(), settings)
-    model = config.model.replace(":", "-")
-    out = out or Path("runs", f"{config.data}-{model}-{config.norm}-{config.optimizer}", f"seed-{config.seed}")
-
-    def start(folder: RunFolder, watch: Watch) -> Trainer:
-        from cpnorm.lab.training.trainer import Options, Trainer
-
-        options = Options(device, compile, checkpoint_every, data_dir)
-        data, resumes = load_data(config.data, data_dir), folder.has_checkpoint()
-        return Trainer(config, data, options, progress=watch.preparing, resumes=resumes)
-
-    log_to = said_yes(tensorboard=tensorboard, wandb=wandb, mlflow=mlflow)
-    return execute_run(out, config, start, time_limit=time_limit, log_to=log_to, as_json=as_json)
-
-
-def load_data(name: str, data_dir: Path | str | None) -> ImageSet:
-    """Return a data set; warn if these are not the official images."""
-    from cpnorm.lab.data.digests import describe_difference
-    from cpnorm.lab.data.images import load
-
-    data = load(name, data_dir)
-    if difference := describe_difference(data):
-        logging.getLogger("cpnorm.lab").warning(difference)
-    return data
-
-
-def preset_config(key: str, protocol: str = "words") -> Config:
-    """Return the settings of a row of the paper, or of one of our own."""
-    try:
-        row = protocols.find_protocol(protocol).row(key)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    if row.starts_from:
-        raise typer.BadParameter(f"{key} compresses the runs of {row.starts_from}: train that, then cpnorm compress")
-    return row.config
-
-
-@app.command()
-@takes_settings(
-    *("optimizer", "lr", "momentum", "weight_decay", "schedule", "warmup", "epochs", "batch_size", "seed"),
-    *("trainable", "renormalize", "precision"),
-)
-def compress(
-    run: Run,
-    out: Annotated[Path, typer.Option(help="folder of the new run")],
-    rate: Annotated[float | None, typer.Option(help="share of its terms that every layer loses")] = None,
-    ranks: Annotated[str | None, typer.Option(help='terms a layer keeps: 64, or JSON {"features.3": 64, …}')] = None,
-    params: Annotated[int | None, typer.Option(help="parameters the network may keep")] = None,
-    flops: Annotated[int | None, typer.Option(help="FLOPs the network may take for one image")] = None,
-    energy: Annotated[float | None, typer.Option(help="share of the layers' energy to keep, such as 0.99")] = None,
-    loss: Annotated[float | None, typer.Option(help="how much the loss on training images may grow")] = None,
-    criterion: Annotated[str, typer.Option(help="how terms are ranked: lambda, gram or taylor")] = "lambda",
-    refit: Annotated[str, typer.Option(help="how kept terms are refitted: none, lambdas, als or outputs")] = "none",
-    images: Annotated[int, typer.Option(min=0, help="training images that the truncation may use")] = 0,
-    layer: Annotated[list[str] | None, typer.Option(help="truncate this layer only; may be repeated")] = None,
-    start_epoch: Annotated[
-        str, typer.Option(help="network to start from: last, or best-test, which --keep-best has kept")
-    ] = "last",
-    data_dir: DataDir = None,
-    device: Device = None,
-    compile: Compile = True,
-    checkpoint_every: Checkpoints = 60.0,
-    time_limit: TimeLimit = None,
-    tensorboard: TensorBoard = False,
-    wandb: Wandb = False,
-    mlflow: Mlflow = False,
-    as_json: Json = False,
-    **settings: Any,
-) -> int:
-    """Truncate a trained network under one budget and fine-tune it, for 20 epochs by default.
-
-    Settings not given are those of the run. The same command resumes what was stopped or killed.
-    """
-    from cpnorm.lab.training import compression
-    from cpnorm.lab.training.runs import RunFolder
-
-    source = RunFolder(run)
-    config = changed(source.config().replace(epochs=20, keep_best=False), settings)
-    try:
-        truncation = Truncation(
-            rate=rate,
-            ranks=cast(Any, parse_rank(ranks) if ranks else None),
-            params=params,
-            flops=flops,
-            energy=energy,
-            loss=loss,
-            criterion=criterion,
-            refit=refit,
-            images=images,
-            layers=tuple(layer) if layer else None,
-            start_epoch=cast(Any, start_epoch.replace("-", "_")),
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-    def start(folder: RunFolder, watch: Watch) -> Trainer:
-        from cpnorm.lab.data.images import load
-        from cpnorm.lab.training.trainer import Options
-
-        options = Options(device, compile, checkpoint_every, data_dir)
-        data = load(config.data, data_dir or source.data().get("folder"))
-        return compression.start(source, folder, truncation, config, data, options)
-
-    what = compression.identity(source, truncation)
-    log_to = said_yes(tensorboard=tensorboard, wandb=wandb, mlflow=mlflow)
-    return execute_run(out, config, start, extra=what, time_limit=time_limit, log_to=log_to, as_json=as_json)
-
-
-@app.command()
-def evaluate(run: Run, data_dir: DataDir = None, device: Device = None, as_json: Json = False) -> None:
-    """Print loss and accuracy of a trained network on the test set, by default of the data it was trained on."""
-    from cpnorm.lab.data.digests import describe_change
-    from cpnorm.lab.data.images import load
-    from cpnorm.lab.training.run_networks import trained_network
-    from cpnorm.lab.training.runs import RunFolder
-    from cpnorm.lab.training.trainer import Options, Trainer
-
-    folder = RunFolder(run)
-    config, model = folder.config(), trained_network(folder)
-    data, stored = load(config.data, data_dir or folder.data().get("folder")), folder.data().get("sha256")
-    change = describe_change(data, stored)
-    trainer = Trainer(config, data, Options(device), model=model)
-    loss, accuracy = trainer.evaluate(trainer.data.test_images, trainer.data.test_labels)
-    if as_json:
-        found = {"run": str(run), "test_loss": loss, "test_accuracy": accuracy, "weights": trainer.weights}
-        print_json({**found, "data_sha256": data.sha256, "same_data": data.sha256 == stored if stored else None})
-    else:
-        if change:
-            messages().print(f"cpnorm: {change}", markup=False, soft_wrap=True)
-        images = f"{len(trainer.data.test_labels):,} test images of {config.data}"
-        typer.echo(f"{accuracy:.2f} % of {images}, loss {loss:.4f}, {trainer.weights:,} parameters")
-
-
-@app.command(name="inspect")
 def inspect_run(
     run: Run,
     plots: Annotated[Path | None, typer.Option(help="folder to draw pictures into")] = None,
@@ -337,7 +144,6 @@ def inspect_run(
         typer.echo(str(path))
 
 
-@app.command()
 def export(
     run: Run,
     onnx: Annotated[Path | None, typer.Option(help="write an ONNX file")] = None,
@@ -367,7 +173,6 @@ def export(
         typer.echo(f"the run has {result['weights_of_run']:,} parameters: --goal parameters keeps the layers small")
 
 
-@app.command()
 def shrink(
     network: Annotated[str, typer.Argument(help="package.module:function that builds it, or hf:FOLDER")],
     out: Annotated[Path, typer.Option(help="folder for the small network and its report")],
@@ -425,98 +230,13 @@ def shrink(
     return DONE
 
 
-@app.command()
-def reproduce(
-    tables: Annotated[list[str] | None, typer.Argument(help="tables or rows; default: all of the paper's")] = None,
-    protocol: Annotated[
-        str, typer.Option(help="settings: words (the text of the paper) or code (the authors' code and logs)")
-    ] = "words",
-    seeds: Annotated[int, typer.Option(min=1, help="runs of each row, with the seeds 0, 1, …")] = 8,
-    results: Annotated[Path, typer.Option(help="folder of the records")] = Path("results"),
-    work: Annotated[Path, typer.Option(help="folder of checkpoints and networks")] = Path("work"),
-    parallel_runs: Annotated[
-        int, typer.Option("--parallel-runs", "--at-once", min=1, help="runs that share the device")
-    ] = 8,
-    engine: Annotated[str, typer.Option(help="local, or ray: the cluster of $RAY_ADDRESS, or this machine")] = "local",
-    wait: Annotated[bool, flag("--wait", help="stay to take over runs of other processes that die")] = False,
-    checkpoint_every: Checkpoints = 60.0,
-    time_limit: TimeLimit = None,
-    data_dir: DataDir = None,
-    device: Device = None,
-    dry_run: Annotated[bool, flag("--dry-run", help="list what is missing, run nothing")] = False,
-    as_json: Json = False,
-) -> int:
-    """Run what is missing of the paper's tables; may be stopped and resumed, and several may work side by side."""
-    from cpnorm.lab.paper import rank_tables
-    from cpnorm.lab.paper import reproduce as lab
-    from cpnorm.lab.training.driver import Stop
-    from cpnorm.lab.training.trainer import Options
-
-    if engine not in ("local", "ray"):
-        raise typer.BadParameter(f"expected --engine local or ray, got {engine}")
-    try:
-        chosen = protocols.find_protocol(protocol)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    console, keys, store = messages(), tables or [], lab.Results(results, chosen)
-    announce_warnings(console)
-
-    def announce(text: str) -> None:
-        if not as_json:
-            console.print(text, markup=False, soft_wrap=True)
-
-    if dry_run:
-        left = lab.missing_jobs(keys, range(seeds), store)
-    else:
-        limit = parse_seconds(time_limit) if time_limit else None
-        stop = Stop(None if limit is None else time.monotonic() + limit)
-        run: Callable[..., list[lab.Job]] = partial(lab.reproduce, wait=wait)
-        if engine == "ray":
-            from cpnorm.lab.paper.ray_engine import reproduce_on_ray as run
-        left = run(
-            keys,
-            seeds=range(seeds),
-            results=results,
-            work=work,
-            protocol=chosen,
-            options=Options(device, checkpoint_every=checkpoint_every, data_dir=data_dir),
-            parallel_runs=parallel_runs,
-            time_limit=limit,
-            announce=announce,
-        )
-        for text in lab.row_summaries(keys, store):
-            announce(text)
-        if not left:  # ranks need no GPU, whose time may be limited
-            rank_tables.estimate_ranks(keys, results, protocol=chosen, stop=stop, announce=announce)
-    ranks = rank_tables.missing_ranks(keys, store)
-    layers = [(f"{table}/{layer.layer}", seed) for (table, seed), missing in ranks.items() for layer in missing]
-    if as_json:
-        runs = [{"row": job.row.key, "seed": job.seed} for job in left]
-        print_json({"missing": runs + [{"row": row, "seed": seed} for row, seed in layers]})
-    else:
-        retrain = lab.networks_to_retrain(left, store.done(), work)
-        work_left = duration(sum(lab.expected_seconds(job) for job in (*left, *retrain)))
-        typer.echo(f"{len(left)} runs are missing, about {work_left} on one H200" if left else "no run is missing")
-        if retrain:
-            names = ", ".join(map(str, retrain))
-            typer.echo(f"this includes networks that they start from and that are not in {work}: {names}")
-        if layers:
-            typer.echo(f"the ranks of {len(layers)} layers are missing, which take minutes on a CPU")
-    return STOPPED if (left or layers) and not dry_run else DONE
-
-
-@app.command()
-def report(
-    results: Annotated[Path, typer.Argument(help="folder of the records")] = Path("results"),
-    out: Annotated[Path, typer.Option(help="the page to write")] = Path("report.html"),
-    figures: Annotated[Path | None, typer.Option(help="also write the first figure, light and dark, here")] = None,
-    data_dir: DataDir = None,
-) -> None:
-    """Write one self-contained page of all results beside the paper's, and README.md with figures in their folder."""
-    from cpnorm.lab.report import build, write_lead, write_markdown, write_page
-
-    document = build(results, data_dir)
-    typer.echo(str(write_page(document, out)))
-    typer.echo(str(write_markdown(document, results / "README.md")))
-    for path in write_lead(document, figures) if figures else ():
-        typer.echo(str(path))
+app.command()(demo)
+app.add_typer(data.app, name="data")
+app.command()(training_commands.train)
+app.command()(training_commands.compress)
+app.command()(training_commands.evaluate)
+app.command(name="inspect")(inspect_run)
+app.command()(export)
+app.command()(shrink)
+app.command()(paper_commands.reproduce)
+app.command()(paper_commands.report)

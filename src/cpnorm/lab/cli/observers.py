@@ -1,7 +1,7 @@
-"""Where the epochs of a run are told to others: TensorBoard, Weights & Biases, MLflow.
+"""Log the epochs of a run to TensorBoard, Weights & Biases or MLflow.
 
-An observer is called with the trainer and the line of each finished epoch. Each of these makes what it needs at the
-first one, so that a run that goes on in a new process goes on there too.
+An observer is called with the trainer and the metrics of each finished epoch. It opens its log at the first call, so
+that a run that is resumed in a new process continues its log.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def scalars(line: dict[str, Any]) -> dict[str, float]:
-    """The numbers of an epoch, sigma and the quartiles of |lambda| of every layer among them."""
+    """Return the numbers of an epoch, with sigma and the quartiles of |lambda| of every layer."""
     numbers = {key: value for key, value in line.items() if isinstance(value, float)}
     for name, layer in line["layers"].items():
         low, first, median, third, high = layer["lambda_size_quartiles"]
@@ -34,7 +34,7 @@ def scalars(line: dict[str, Any]) -> dict[str, float]:
 
 
 def distributions(trainer: Trainer) -> dict[str, Tensor]:
-    """All sigmas together, and the lambdas of each canonical layer."""
+    """Return all sigmas together, and the lambdas of each canonical layer."""
     layers = cpnorm.canonical_layers(trainer.model)
     found = {f"lambda/{name}": layer.lambdas.detach().float().cpu() for name, layer in layers.items()}
     if layers:
@@ -43,7 +43,7 @@ def distributions(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def tensorboard(folder: Path) -> Observer:
-    """Writes RUN/tensorboard; what a killed run wrote too much of is overwritten."""
+    """Return an observer that writes RUN/tensorboard; epochs that a killed run logged in vain are overwritten."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer: SummaryWriter | None = None
@@ -62,7 +62,7 @@ def tensorboard(folder: Path) -> Observer:
 
 
 def wandb(folder: Path) -> Observer:
-    """Logs to Weights & Biases as that is set up (WANDB_MODE=offline: into RUN/wandb); a folder is one run there."""
+    """Return an observer that logs to Weights & Biases (offline: into RUN/wandb); a folder is one run there."""
     import wandb as api
 
     run: Any = None
@@ -83,7 +83,7 @@ def wandb(folder: Path) -> Observer:
 
 
 def mlflow(folder: Path) -> Observer:
-    """Logs to MLflow as that is set up (MLFLOW_TRACKING_URI); a folder is one run there. It has no histograms."""
+    """Return an observer that logs to MLflow (MLFLOW_TRACKING_URI), without histograms; a folder is one run there."""
     from mlflow import MlflowClient
 
     client = MlflowClient()
@@ -101,7 +101,7 @@ def mlflow(folder: Path) -> Observer:
 
 
 def _mlflow_run(client: Any, folder: Path, config: dict[str, Any]) -> str:
-    """The run of this folder, made at its first epoch."""
+    """Return the MLflow run of this folder; it is created at the first epoch."""
     experiment = client.get_experiment_by_name("cpnorm")
     number = experiment.experiment_id if experiment else client.create_experiment("cpnorm")
     identity = _identity(folder)
@@ -114,7 +114,7 @@ def _mlflow_run(client: Any, folder: Path, config: dict[str, Any]) -> str:
 
 
 def _identity(folder: Path) -> str:
-    """The same for the same folder on the same machine: a run that goes on is found again."""
+    """Return an id that is the same for the same folder, so that a resumed run continues its log."""
     return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
 
 

@@ -30,7 +30,7 @@ Lines = Sequence[Mapping[str, Any]]  # metrics.jsonl
 
 @contextmanager
 def style() -> Iterator[None]:
-    """The look of every picture; matplotlib's own settings come back afterwards."""
+    """Set the style of all pictures; matplotlib's own settings are restored afterwards."""
     settings: dict[Any, Any] = {
         "axes.edgecolor": INK,
         "axes.labelcolor": INK,
@@ -66,7 +66,7 @@ def curves(
     *,
     after: Mapping[str, int] | None = None,
 ) -> Figure:
-    """One number of every epoch, a line a run; runs that go on ``after`` so many epochs of another are dashed."""
+    """Draw a metric over the epochs, one line per run; runs that start ``after`` some epochs of another are dashed."""
     figure, axes = _figure(1)
     for name, lines in runs.items():
         before = (after or {}).get(name, 0)
@@ -80,7 +80,7 @@ def curves(
 
 @style()
 def spectrum(layers: Mapping[str, Mapping[str, Tensor]]) -> Figure:
-    """|λ| in descending order, a panel a layer, a line a state of it ("before training", "after training")."""
+    """Draw |λ| in descending order, one panel per layer, one line per state ("before training", "after training")."""
     figure, axes = _figure(len(layers))
     for panel, (name, states) in zip(axes, layers.items(), strict=True):
         for state, lambdas in states.items():
@@ -93,7 +93,7 @@ def spectrum(layers: Mapping[str, Mapping[str, Tensor]]) -> Figure:
 
 @style()
 def histograms(layers: Mapping[str, Mapping[str, Tensor]]) -> Figure:
-    """How often which λ occurs, before and after training: the paper's two figures in one."""
+    """Draw histograms of λ before and after training: the paper's two figures in one."""
     figure, axes = _figure(len(layers))
     for panel, (name, states) in zip(axes, layers.items(), strict=True):
         limit = max(lambdas.abs().max().item() for lambdas in states.values()) or 1.0
@@ -110,7 +110,7 @@ def histograms(layers: Mapping[str, Mapping[str, Tensor]]) -> Figure:
 
 @style()
 def progress(lines: Lines) -> Figure:
-    """σ, and every λ or the quartiles of their size, over the epochs; dashed where a λ shrinks, as in the paper."""
+    """Draw σ and every λ, or quartiles of |λ|, over the epochs; dashed where a λ shrinks, as in the paper."""
     names = list(lines[0]["layers"])
     figure, axes = _figure(len(names))
     epochs = [line["epoch"] for line in lines]
@@ -135,20 +135,20 @@ def progress(lines: Lines) -> Figure:
 
 @style()
 def against_weights(points: Mapping[str, tuple[int, float]]) -> Figure:
-    """Accuracy of networks against their number of weights."""
+    """Draw accuracy against the number of parameters."""
     figure, axes = _figure(1)
     for name, (weights, accuracy) in points.items():
         axes[0].plot([weights], [accuracy], "o", markersize=9, alpha=0.8, label=name)
     most, lowest = max(weights for weights, _ in points.values()), min(accuracy for _, accuracy in points.values())
     # Down to 90 at least: a closer look would make much of a few test images.
-    axes[0].set(xlabel="weights", ylabel="test accuracy, %", xlim=(0, 1.1 * most), ylim=(min(90, lowest - 1), 100))
+    axes[0].set(xlabel="parameters", ylabel="test accuracy, %", xlim=(0, 1.1 * most), ylim=(min(90, lowest - 1), 100))
     axes[0].legend(fontsize="small")
     axes[0].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1e6:g} M"))
     return figure
 
 
 def samples(images: Tensor, columns: int = 20) -> bytes:  # (N, C, H, W) uint8 -> PNG
-    """Images side by side."""
+    """Return a PNG of images side by side."""
     rows = len(images) // columns
     tiles = images[: rows * columns].permute(0, 2, 3, 1)  # (N, H, W, C)
     height, width, channels = tiles.shape[1:]
@@ -160,7 +160,7 @@ def samples(images: Tensor, columns: int = 20) -> bytes:  # (N, C, H, W) uint8 -
 
 
 def svg(figure: Figure, title: str) -> str:
-    """For a page: text in the page's own colour and font, no background."""
+    """Return SVG for a page: text in the page's own colour and font, no background."""
     buffer = io.StringIO()
     with style():
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
@@ -170,12 +170,12 @@ def svg(figure: Figure, title: str) -> str:
 
 
 def png_address(png: bytes) -> str:
-    """For the src of an <img>."""
+    """Return a data address for the src of an <img>."""
     return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
 def write(figure: Figure, path: Path) -> Path:
-    """As a file on a white ground, in the format its name says."""
+    """Write a figure on white, in the format of the file name."""
     with style():
         figure.savefig(path, dpi=150, transparent=False, facecolor="white")
     return path

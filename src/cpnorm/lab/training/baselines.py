@@ -1,4 +1,4 @@
-"""What canonical normalisation is compared with: weight normalisation, and the low-rank form of Tai et al. (2016)."""
+"""Baselines for canonical normalisation: weight normalisation, and the low-rank form of Tai et al. (2016)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Layer = TypeVar("Layer", bound=nn.Module)
 
 
 def weight_norm(model: nn.Module, skip: Iterable[str] = ()) -> nn.Module:
-    """Every Linear and Conv layer with one learned length per output, through torch's own parametrization.
+    """Give every Linear and Conv layer one learned length per output, by torch's own parametrization.
 
     One length per output (dim=0), not per tensor: that is Salimans and Kingma's form and the one whose weights the
-    paper counts (LeNet 1.19 M becomes 1.20 M). The network computes what it did. ``skip`` leaves out layers by name
-    or pattern.
+    paper counts (LeNet 1.19 M becomes 1.20 M). The outputs of the network do not change. ``skip`` leaves out
+    layers by name or pattern.
     """
     for layer in _layers(model, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d), skip).values():
         normalize_weight(layer)
@@ -34,7 +34,7 @@ def tai(
     batch_norm: bool = True,
     images: Tensor | None = None,  # (N, I, H, W)
 ) -> nn.Module:
-    """Conv2d layers replaced, in place, by the low-rank pairs of Tai et al.; see ``low_rank``.
+    """Replace Conv2d layers, in place, by the low-rank pairs of Tai et al.; see ``low_rank``.
 
     ``ranks`` names the layers and their ranks; None takes every Conv2d at full rank. ``skip`` leaves out layers by
     name or pattern. With ``images`` each new batch norm starts from the statistics of that batch, so that the network
@@ -61,7 +61,7 @@ def tai(
 
 
 def low_rank(conv: nn.Conv2d, rank: int | None = None, batch_norm: bool = True) -> nn.Sequential:
-    """The best sum of ``rank`` vertical times horizontal filters, as a pair of plain convolutions.
+    """Return the best sum of ``rank`` vertical times horizontal filters, as a pair of plain convolutions.
 
     W[o, i] ~ sum_k v[k, i] h[o, k]^T: a vertical (K, I, kh, 1) convolution without bias, then a horizontal
     (O, K, 1, kw) one with the layer's own bias. The singular value decomposition of W as an (I kh) x (O kw) matrix
@@ -96,7 +96,7 @@ def low_rank(conv: nn.Conv2d, rank: int | None = None, batch_norm: bool = True) 
 
 
 def _layers(model: nn.Module, kinds: tuple[type[Layer], ...], skip: Iterable[str]) -> dict[str, Layer]:
-    """The layers of these kinds by name."""
+    """Return the layers of these kinds by name."""
     patterns = tuple(skip)
     return {
         name: layer
@@ -106,12 +106,12 @@ def _layers(model: nn.Module, kinds: tuple[type[Layer], ...], skip: Iterable[str
 
 
 def _one_axis(conv: nn.Conv2d, axis: int, inputs: int, outputs: int, bias: bool) -> nn.Conv2d:
-    """A convolution along one axis with that axis's share of kernel, stride, padding and dilation; weights unset."""
+    """Return a convolution along one axis, with that axis's kernel, stride, padding and dilation; weights unset."""
 
     def share(both: tuple[int, ...], other: int) -> tuple[int, int]:
         return (both[0], other) if axis == 0 else (other, both[1])
 
-    return skip_init(  # nothing is drawn, so that the caller's random numbers stay what they were
+    return skip_init(  # draws nothing, so that the caller's random state does not change
         nn.Conv2d,
         inputs,
         outputs,
@@ -128,14 +128,14 @@ def _one_axis(conv: nn.Conv2d, axis: int, inputs: int, outputs: int, bias: bool)
 
 
 def _identity_norm(channels: int, like: Tensor) -> nn.BatchNorm2d:
-    """Batch norm whose scale undoes eps, so that mean 0 and variance 1 make it exactly the identity."""
+    """Return a batch norm whose scale undoes eps: with mean 0 and variance 1 it is exactly the identity."""
     norm = nn.BatchNorm2d(channels, device=like.device, dtype=like.dtype)
     nn.init.constant_(norm.weight, (1 + norm.eps) ** 0.5)
     return norm
 
 
 def _calibrate(model: nn.Module, norms: Iterable[nn.BatchNorm2d], images: Tensor) -> None:
-    """Each norm's statistics from this batch, and its scale and shift such that they are undone: still the identity."""
+    """Set the statistics of each norm from this batch, and its scale and shift to undo them: still the identity."""
 
     def take_statistics(norm: nn.BatchNorm2d, inputs: tuple[Tensor]) -> None:
         variance, mean = torch.var_mean(inputs[0], dim=(0, 2, 3), correction=0)

@@ -1,4 +1,4 @@
-"""A network made ready for the compiler, for the time of it: fewer kernels, and one compilation for all seeds."""
+"""Prepare a network for the compiler, temporarily: fewer kernels, and one compilation for all seeds."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _classes: dict[tuple[object, ...], type[nn.Module]] = {}
 
 @contextmanager
 def ready(model: nn.Module) -> Iterator[None]:
-    """Inside the block a compiler finds fewer kernels in the model, and knows it again from other seeds."""
+    """Within the block the model compiles to fewer kernels, and models of other seeds share the compiled code."""
     with as_matrix_products(model), fused_relu_pool(model), one_class_for_all(model):
         yield
 
 
 @contextmanager
 def one_class_for_all(model: nn.Module) -> Iterator[None]:
-    """Inside the block parametrized layers of all models have the same classes.
+    """Within the block parametrized layers of all models have the same classes.
 
-    torch makes one for every such layer, the same again and again, and compiled code is kept by class: with weight
-    normalisation every seed of a row would be compiled anew.
+    torch creates a new class for every such layer, and compiled code is cached by class: with weight normalisation
+    every seed of a row would be compiled anew.
     """
     layers = {m: type(m) for m in model.modules() if is_parametrized(m)}
     for layer, own in layers.items():
@@ -46,10 +46,10 @@ def one_class_for_all(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def as_matrix_products(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model's convolutions over few channels are computed by ``patches_conv2d``.
+    """Within the block the model's convolutions over few channels are computed by ``patches_conv2d``.
 
-    cuDNN has no good kernels for a first layer. Compiled, patches are cut out where the images are made, and a training
-    step of the AlexNet-like network is 6 to 8 % shorter.
+    cuDNN has no good kernels for a first layer. Compiled, the patches are cut out where the images are made, and a
+    training step of the AlexNet-like network is 6 to 8 % shorter.
     """
     layers = [m for m in model.modules() if isinstance(m, nn.Conv2d) and _fits(m)]
     for layer in layers:
@@ -74,7 +74,7 @@ def patches_conv2d(
     stride: tuple[int, int],
     padding: tuple[int, int],
 ) -> Tensor:  # (N, O, H', W'), channels last
-    """As ``F.conv2d``."""
+    """Return what ``F.conv2d`` does, by a matrix product over patches."""
     k1, k2 = weight.shape[2:]
     x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     patches = x.unfold(2, k1, stride[0]).unfold(3, k2, stride[1]).permute(0, 2, 3, 1, 4, 5)  # (N, H', W', I, k1, k2)
@@ -86,9 +86,9 @@ def patches_conv2d(
 
 @contextmanager
 def fused_relu_pool(model: nn.Module) -> Iterator[None]:
-    """Inside the block each ReLU of a Sequential with 2 x 2 pooling behind it is computed with it.
+    """Within the block each ReLU of a Sequential that is followed by 2 x 2 pooling is computed together with it.
 
-    Compiled, torch's own operations write the rectified images, and search them once more for the largest pixels in the
+    Compiled, torch's own operations write the rectified images, and search them again for the largest pixels in the
     backward pass: on an H200 a training step of the plain AlexNet-like network is 12 % longer.
     """
     pairs = [pair for m in model.modules() if isinstance(m, nn.Sequential) for pair in pairwise(m)]
@@ -114,12 +114,12 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 def relu_max_pool2d(x: Tensor) -> Tensor:  # (N, C, H, W) -> (N, C, H // 2, W // 2)
-    """As ``F.max_pool2d(F.relu(x), 2)``."""
+    """Return ``F.max_pool2d(F.relu(x), 2)``."""
     return _ReluMaxPool2d.apply(x)
 
 
 class _ReluMaxPool2d(torch.autograd.Function):
-    """Keeps which of its four pixels each output came from: a byte."""
+    """Max pooling of a ReLU that saves, in a byte, which of its four pixels each output came from."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class _ReluMaxPool2d(torch.autograd.Function):
         largest = pixels[0]
         which = torch.zeros_like(largest, dtype=torch.uint8)
         for place, pixel in enumerate(pixels[1:], 1):
-            which = torch.where(pixel > largest, place, which)  # of equal ones the first, as torch does
+            which = torch.where(pixel > largest, place, which)  # the first of equal ones, as torch does
             largest = torch.maximum(largest, pixel)
         largest = largest.relu()
         ctx.save_for_backward(torch.where(largest > 0, which, 4).to(torch.uint8))
@@ -137,10 +137,10 @@ class _ReluMaxPool2d(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Each goes back where its output came from; nowhere if that was rectified."""
+        """Return each gradient to the pixel its output came from; to none if that was rectified."""
         (which,) = ctx.saved_tensors
         (height, width), (n, c, h, w) = ctx.size, gradient.shape
-        # Channels last, as the images are: then no layer has to turn them round.
+        # Channels last, as the images are: then no layer has to transpose them.
         which, gradient = (t.permute(0, 2, 3, 1)[:, :, None, :, None, :] for t in (which, gradient))
         places = torch.arange(4, device=which.device, dtype=torch.uint8).reshape(2, 1, 2, 1)
         images = torch.where(which == places, gradient, 0).reshape(n, 2 * h, 2 * w, c)

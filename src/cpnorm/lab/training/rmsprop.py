@@ -1,4 +1,4 @@
-"""RMSprop in one kernel. torch has none: its own, operation by operation, moves three times the memory it has to."""
+"""RMSprop in one kernel: torch has none, and its own operations move three times the memory that is needed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 class FusedRMSprop(torch.optim.RMSprop):
     """torch's RMSprop without momentum, computed by torch's fused Adam.
 
-    An Adam that keeps nothing of older gradients (beta1 = 0) and whose bias corrections have died out is RMSprop.
+    Adam with beta1 = 0, whose bias corrections are 1, is RMSprop.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], weight_decay: float = 0.0) -> None:
         super().__init__(groups, weight_decay=weight_decay, capturable=True)
         for group in self.param_groups:
-            group["fused"] = True  # as torch's fused optimizers say it
+            group["fused"] = True  # as torch's fused optimizers mark it
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -54,5 +54,5 @@ class FusedRMSprop(torch.optim.RMSprop):
 
 @cache
 def _forever(device: torch.device) -> Tensor:  # ()
-    """A number of steps after which 1 - alpha ** steps is 1."""
+    """Return a number of steps after which 1 - alpha ** steps is 1."""
     return torch.full((), 1e9, device=device)

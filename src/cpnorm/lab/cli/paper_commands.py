@@ -1,0 +1,111 @@
+"""Commands that reproduce the paper and report the results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cpnorm.lab.cli.options import Checkpoints, DataDir, Device, Json, TimeLimit, flag, parse_seconds
+from cpnorm.lab.cli.run_command import DONE, STOPPED, announce_warnings, messages, print_json
+from cpnorm.lab.cli.watch import duration
+from cpnorm.lab.paper import protocols
+
+
+def reproduce(
+    tables: Annotated[list[str] | None, typer.Argument(help="tables or rows; default: all of the paper's")] = None,
+    protocol: Annotated[
+        str, typer.Option(help="settings: words (the text of the paper) or code (the authors' code and logs)")
+    ] = "words",
+    seeds: Annotated[int, typer.Option(min=1, help="runs of each row, with the seeds 0, 1, …")] = 8,
+    results: Annotated[Path, typer.Option(help="folder of the records")] = Path("results"),
+    work: Annotated[Path, typer.Option(help="folder of checkpoints and networks")] = Path("work"),
+    parallel_runs: Annotated[
+        int, typer.Option("--parallel-runs", "--at-once", min=1, help="runs that share the device")
+    ] = 8,
+    engine: Annotated[str, typer.Option(help="local, or ray: the cluster of $RAY_ADDRESS, or this machine")] = "local",
+    wait: Annotated[bool, flag("--wait", help="stay to take over runs of other processes that die")] = False,
+    checkpoint_every: Checkpoints = 60.0,
+    time_limit: TimeLimit = None,
+    data_dir: DataDir = None,
+    device: Device = None,
+    dry_run: Annotated[bool, flag("--dry-run", help="list what is missing, run nothing")] = False,
+    as_json: Json = False,
+) -> int:
+    """Run what is missing of the paper's tables; may be stopped and resumed, and several may work side by side."""
+    from cpnorm.lab.paper import rank_tables
+    from cpnorm.lab.paper import reproduce as lab
+    from cpnorm.lab.training.driver import Stop
+    from cpnorm.lab.training.trainer import Options
+
+    if engine not in ("local", "ray"):
+        raise typer.BadParameter(f"expected --engine local or ray, got {engine}")
+    try:
+        chosen = protocols.find_protocol(protocol)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    console, keys, store = messages(), tables or [], lab.Results(results, chosen)
+    announce_warnings(console)
+
+    def announce(text: str) -> None:
+        if not as_json:
+            console.print(text, markup=False, soft_wrap=True)
+
+    if dry_run:
+        left = lab.missing_jobs(keys, range(seeds), store)
+    else:
+        limit = parse_seconds(time_limit) if time_limit else None
+        stop = Stop(None if limit is None else time.monotonic() + limit)
+        run: Callable[..., list[lab.Job]] = partial(lab.reproduce, wait=wait)
+        if engine == "ray":
+            from cpnorm.lab.paper.ray_engine import reproduce_on_ray as run
+        left = run(
+            keys,
+            seeds=range(seeds),
+            results=results,
+            work=work,
+            protocol=chosen,
+            options=Options(device, checkpoint_every=checkpoint_every, data_dir=data_dir),
+            parallel_runs=parallel_runs,
+            time_limit=limit,
+            announce=announce,
+        )
+        for text in lab.row_summaries(keys, store):
+            announce(text)
+        if not left:  # ranks need no GPU, whose time may be limited
+            rank_tables.estimate_ranks(keys, results, protocol=chosen, stop=stop, announce=announce)
+    ranks = rank_tables.missing_ranks(keys, store)
+    layers = [(f"{table}/{layer.layer}", seed) for (table, seed), missing in ranks.items() for layer in missing]
+    if as_json:
+        runs = [{"row": job.row.key, "seed": job.seed} for job in left]
+        print_json({"missing": runs + [{"row": row, "seed": seed} for row, seed in layers]})
+    else:
+        retrain = lab.networks_to_retrain(left, store.done(), work)
+        work_left = duration(sum(lab.expected_seconds(job) for job in (*left, *retrain)))
+        typer.echo(f"{len(left)} runs are missing, about {work_left} on one H200" if left else "no run is missing")
+        if retrain:
+            names = ", ".join(map(str, retrain))
+            typer.echo(f"this includes networks that they start from and that are not in {work}: {names}")
+        if layers:
+            typer.echo(f"the ranks of {len(layers)} layers are missing, which take minutes on a CPU")
+    return STOPPED if (left or layers) and not dry_run else DONE
+
+
+def report(
+    results: Annotated[Path, typer.Argument(help="folder of the records")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="the page to write")] = Path("report.html"),
+    figures: Annotated[Path | None, typer.Option(help="also write the first figure, light and dark, here")] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Write one self-contained page of all results beside the paper's, and README.md with figures in their folder."""
+    from cpnorm.lab.report import build, write_lead, write_markdown, write_page
+
+    document = build(results, data_dir)
+    typer.echo(str(write_page(document, out)))
+    typer.echo(str(write_markdown(document, results / "README.md")))
+    for path in write_lead(document, figures) if figures else ():
+        typer.echo(str(path))
