@@ -32,9 +32,9 @@ def train(model: nn.Module, runner: nn.Module) -> None:
 
 def refuses(sharded: nn.Module) -> None:
     """What cannot be done in parts says so."""
-    wrapped = DistributedDataParallel(network())
+    around = nn.Sequential(DistributedDataParallel(network()))
     for change, model, why in (
-        (lambda m: cpnorm.truncate(m, rate=0.5), wrapped, "not wrapped in DistributedDataParallel"),
+        (lambda m: cpnorm.truncate(m, rate=0.5), around, "expected the DistributedDataParallel itself"),
         (lambda m: cpnorm.truncate(m, rate=0.5), sharded, "whole parameters"),
         (cpnorm.fold, sharded, "whole parameters"),
         (lambda m: cpnorm.save(m, "/nowhere/model.safetensors"), sharded, "whole parameters"),

@@ -18,6 +18,7 @@ from cpnorm.compress import budgets
 from cpnorm.compress.budgets import Elimination, Options
 from cpnorm.compress.calibrate import Calibration, calibrate, fit_alone
 from cpnorm.compress.calibration_data import as_batches, batch_size
+from cpnorm.compress.distributed import truncate_wrapped
 from cpnorm.compress.optimizer_state import cut_states
 from cpnorm.compress.probe import Batch, LossFunction, mean_loss, output_gram, taylor_scores, term_moments
 from cpnorm.compress.refit import REFITS, Fitted, fit
@@ -65,7 +66,8 @@ def truncate(
     least one term. All layers are truncated, or, on an error, none.
 
     Args:
-        model: a canonical layer, or a model that has some.
+        model: a canonical layer, or a model that has some. A DistributedDataParallel is truncated in all processes
+            alike, on the data of all; each must call this.
         rate: the share of terms to drop in each layer, as in the paper.
         ranks: how many terms to keep, by layer name (the others keep all), or one bound for every layer.
         params: parameters the whole model may have afterwards, biases and plain layers included: a number, or as a
@@ -111,6 +113,9 @@ def truncate(
     >>> [layer.rank_after for layer in report.layers]
     [8, 3]
     """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        others = {key: value for key, value in locals().items() if key not in ("model", "optimizer")}
+        return truncate_wrapped(truncate, model, as_optimizers(optimizer), others)
     budget, amount = _only_budget(rate=rate, ranks=ranks, params=params, flops=flops, energy=energy, loss=loss)
     check_type(data, (Iterable, type(None)), "batches of inputs or of (inputs, targets) as data")
     batches = [] if data is None else as_batches(data)
@@ -244,8 +249,8 @@ def _chosen(model: nn.Module, skip: Skip) -> dict[str, CPLayer]:
     check_not_sharded(model)
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise ValueError(
-            "expected a model that is not wrapped in DistributedDataParallel, whose processes would train different "
-            "weights from then on: truncate the model inside and wrap it anew"
+            "expected the DistributedDataParallel itself, got a model that has one inside: its processes would train "
+            "different weights from then on"
         )
     left_alone = {tie_key(model.get_submodule(name)) for name in skipped(model, skip)}
     layers = {name: layer for name, layer in canonical_layers(model).items() if tie_key(layer) not in left_alone}

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from cpnorm import Report
+from cpnorm import truncate as truncate_whole
+from cpnorm.compress.distributed import take_terms, truncate_replicas
 from cpnorm.nn.convert import canonical_layers, including_tied
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -40,3 +46,68 @@ def shard(model: Module, mesh: DeviceMesh, **options: Any) -> Module:
     for sigma in (sigma for sigma in sigmas if sigma.requires_grad):
         sigma.register_post_accumulate_grad_hook(average)
     return model
+
+
+@torch.no_grad()
+def truncate(
+    sharded: nn.Module, whole: Module, mesh: DeviceMesh, *, optimizer: torch.optim.Optimizer, **arguments: Any
+) -> tuple[Module, torch.optim.Optimizer, Report]:
+    """Truncate a sharded model, and return the truncated one, sharded again, with its optimizer and the report.
+
+    FSDP cannot change the shapes of parameters that it has sharded. The parameters and the state of the optimizer are
+    gathered into a whole model, which all processes truncate alike, on their data together, and which is then sharded.
+    Every process must call this, and needs the memory for a whole model while it runs. Options of ``fully_shard`` other
+    than ``mesh``, hooks and schedulers of the old optimizer are not carried over.
+
+    Args:
+        sharded: a model made by ``shard``; it is not to be used afterwards.
+        whole: a canonical model of the same architecture that is not sharded, of any rank and with any values.
+        mesh: the devices to shard over.
+        optimizer: that of the sharded model.
+        arguments: those of ``cpnorm.truncate``.
+    """
+    values = {name: _gather(tensor) for name, tensor in sharded.state_dict().items()}
+    take_terms(whole, values)
+    whole.load_state_dict(values)
+    names = {parameter: name for name, parameter in sharded.named_parameters()}
+    gathered = _with_parameters(optimizer, names, dict(whole.named_parameters()), _gather_like)
+    report = truncate_replicas(truncate_whole, whole, [gathered], arguments)
+    names = {parameter: name for name, parameter in whole.named_parameters()}
+    model = shard(whole, mesh)
+    return model, _with_parameters(gathered, names, dict(model.named_parameters()), _shard_like), report
+
+
+def _with_parameters(
+    optimizer: torch.optim.Optimizer,
+    names: dict[nn.Parameter, str],
+    parameters: dict[str, nn.Parameter],
+    converted: Callable[[Tensor, nn.Parameter], Tensor],
+) -> torch.optim.Optimizer:
+    """Return an optimizer of the same settings and state for parameters that have the same names in another model."""
+    kind: Any = type(optimizer)
+    other: torch.optim.Optimizer = kind(
+        [
+            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            | {"params": [parameters[names[parameter]] for parameter in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+    )
+    for parameter, name in names.items():
+        if state := optimizer.state.get(parameter):
+            own = parameters[name]
+            other.state[own] = {k: converted(v, own) if isinstance(v, Tensor) else v for k, v in state.items()}
+    return other
+
+
+def _gather(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _gather_like(value: Tensor, _: nn.Parameter) -> Tensor:
+    return _gather(value)
+
+
+def _shard_like(value: Tensor, parameter: nn.Parameter) -> Tensor:
+    if isinstance(parameter, DTensor) and value.shape == parameter.shape:
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    return value
