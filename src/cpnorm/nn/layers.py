@@ -88,7 +88,8 @@ class Prebuilt:
 
     tensors: tuple[Tensor, ...]
     parameters: tuple[Tensor, ...] = ()  # what it was built from
-    versions: tuple[int, ...] | None = None  # of these; None: its maker replaces it in time
+    versions: tuple[int, ...] | None = None  # of these and of the weight; None: its maker replaces it in time
+    memory: tuple[Tensor, ...] = ()  # that of the parameters; held, so that other data cannot get the same address
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Return None: a copied layer builds its own."""
@@ -212,6 +213,7 @@ class CPLayer(nn.Module):
             other = torch.float32 if parameter.dtype == torch.float64 else torch.float64
             parameter.data = new.new_empty(0, dtype=other)
             parameter.data = new
+            torch.autograd.graph.increment_version(parameter)  # which tells tied layers that their weight is stale
 
     def share_terms(self, other: CPLayer) -> None:
         """Tie this layer to another: both have the same Parameters from now on."""
@@ -261,6 +263,9 @@ class CPLayer(nn.Module):
     def weight(self) -> Tensor:
         """The dense weight, rebuilt at each read; gradients flow through it.
 
+        In eval mode without gradients it is kept until a parameter changes. A change in place of ``parameter.data`` is
+        not noticed before the next call of ``train()`` or ``eval()``: change the parameter itself under ``no_grad``.
+
         It is a result: writing to it raises a RuntimeError. A tensor assigned to it is decomposed, and a ValueError
         says so if the layer has too few terms to hold it exactly.
         """
@@ -289,7 +294,16 @@ class CPLayer(nn.Module):
     def keep_prebuilt(self, weight: Tensor) -> None:
         """Use this weight, built from the parameters as they are now, until one of them changes."""
         parameters = self._term_parameters()
-        self._form.prebuilt = Prebuilt((weight,), parameters, tuple([p._version for p in parameters]))
+        versions = tuple([tensor._version for tensor in (*parameters, weight)])
+        memory = () if weight.requires_grad else tuple([p.detach() for p in parameters])  # training builds it each time
+        self._form.prebuilt = Prebuilt((weight,), parameters, versions, memory)
+
+    def train(self, mode: bool = True) -> CPLayer:
+        """Set the mode as torch does, and forget a kept weight: writes to ``parameter.data`` leave no other trace."""
+        prebuilt = self._form.prebuilt
+        if prebuilt is not None and prebuilt.versions is not None:
+            self._form.prebuilt = None
+        return super().train(mode)
 
     def _term_parameters(self) -> tuple[Tensor, ...]:
         """Return what ``canonical_parameters`` does, in a fraction of the time."""
@@ -303,9 +317,9 @@ class CPLayer(nn.Module):
         prebuilt = form.prebuilt
         if prebuilt is None:
             return None
-        if torch.compiler.is_compiling():  # which must not look at versions: code would be compiled for each
-            return prebuilt.tensors
         tensors, versions = prebuilt.tensors, prebuilt.versions
+        if torch.compiler.is_compiling():  # compiled code would use a kept weight whatever becomes of the parameters
+            return tensors if versions is None else None
         if versions is None:
             return tensors
         if form.path == "factors":
@@ -314,7 +328,8 @@ class CPLayer(nn.Module):
         lambdas = current[1]
         if (
             not all(map(operator.is_, prebuilt.parameters, current))
-            or versions != tuple([parameter._version for parameter in current])
+            or versions != tuple([tensor._version for tensor in (*current, first)])
+            or any(p.data_ptr() != old.data_ptr() for p, old in zip(current, prebuilt.memory, strict=False))
             or (first.dtype != lambdas.dtype and first.dtype != compute_dtype(lambdas))
             or first.device != lambdas.device
             or (not first.requires_grad and lambdas.requires_grad and torch.is_grad_enabled())
