@@ -79,8 +79,16 @@ def take_terms(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 def _gathered(data: Any) -> list[Any] | None:
     """Return the batches of all processes, in the order of the processes, on the CPU; None if there are none."""
+    own: Any = None
+    try:
+        own = None if data is None else _on_cpu(as_batches(data))
+    except (TypeError, ValueError) as error:  # the other processes wait for an answer
+        own = error
     gathered: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(gathered, None if data is None else _on_cpu(as_batches(data)))
+    distributed.all_gather_object(gathered, own)
+    for process, batches in enumerate(gathered):
+        if isinstance(batches, Exception):
+            raise ValueError(f"process {process}: {batches}")
     found = [batches for batches in gathered if batches is not None]
     return [batch for batches in found for batch in batches] if found else None
 

@@ -90,6 +90,7 @@ class Prebuilt:
     parameters: tuple[Tensor, ...] = ()  # what it was built from
     versions: tuple[int, ...] | None = None  # of these and of the weight; None: its maker replaces it in time
     memory: tuple[Tensor, ...] = ()  # that of the parameters; held, so that other data cannot get the same address
+    in_evaluation: bool = False  # kept over many calls; in training every forward pass builds it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Return None: a copied layer builds its own."""
@@ -295,13 +296,14 @@ class CPLayer(nn.Module):
         """Use this weight, built from the parameters as they are now, until one of them changes."""
         parameters = self._term_parameters()
         versions = tuple([tensor._version for tensor in (*parameters, weight)])
-        memory = () if weight.requires_grad else tuple([p.detach() for p in parameters])  # training builds it each time
-        self._form.prebuilt = Prebuilt((weight,), parameters, versions, memory)
+        in_evaluation = not weight.requires_grad
+        memory = tuple([parameter.detach() for parameter in parameters]) if in_evaluation else ()
+        self._form.prebuilt = Prebuilt((weight,), parameters, versions, memory, in_evaluation)
 
     def train(self, mode: bool = True) -> CPLayer:
         """Set the mode as torch does, and forget a kept weight: writes to ``parameter.data`` leave no other trace."""
         prebuilt = self._form.prebuilt
-        if prebuilt is not None and prebuilt.versions is not None:
+        if prebuilt is not None and prebuilt.in_evaluation:
             self._form.prebuilt = None
         return super().train(mode)
 
@@ -317,9 +319,9 @@ class CPLayer(nn.Module):
         prebuilt = form.prebuilt
         if prebuilt is None:
             return None
+        if torch.compiler.is_compiling():  # which must not look at versions: code would be compiled for each
+            return None if prebuilt.in_evaluation else prebuilt.tensors
         tensors, versions = prebuilt.tensors, prebuilt.versions
-        if torch.compiler.is_compiling():  # compiled code would use a kept weight whatever becomes of the parameters
-            return tensors if versions is None else None
         if versions is None:
             return tensors
         if form.path == "factors":
