@@ -21,6 +21,7 @@ import copy
 import gc
 import importlib.util
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -205,7 +206,10 @@ def main() -> None:
     parser.add_argument("--compiled", choices=("no", "yes", "both"), default="no")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    commit = (
+        os.environ.get("CPNORM_COMMIT")
+        or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    )
     hardware = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
     head = {"commit": commit, "torch": torch.__version__, "hardware": hardware, "precision": "bf16 autocast on CUDA"}
     kinds = options.variant or list(VARIANTS)
