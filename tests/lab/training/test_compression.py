@@ -198,3 +198,21 @@ def test_export_as_a_program(canonical: Path, digits: ImageSet, tmp_path: Path) 
     expected = trained_network(RunFolder(canonical)).eval()(images)
     assert torch.allclose(program(images), expected, atol=1e-5)  # sixty images, though it was traced with two
     assert expected.std() > 0.01
+
+
+def test_the_fine_tuning_of_a_plain_network_alone(plain: Path, digits: ImageSet, tmp_path: Path) -> None:
+    config = CONFIG.replace(norm="none", epochs=0)
+    record = compress(plain, Truncation(rate=0.0), config, out=tmp_path, data=digits, options=CPU)
+    assert record["test_accuracy_last"] == (RunFolder(plain).record() or {})["test_accuracy_last"]
+    assert record["truncation_result"]["report"] is None
+    with pytest.raises(ValueError, match="canonical"):
+        compress(plain, Truncation(rate=0.5), config, out=tmp_path / "cut", data=digits, options=CPU)
+    assert not (tmp_path / "cut").exists()
+
+
+def test_a_start_epoch_that_was_not_kept(canonical: Path, digits: ImageSet, tmp_path: Path) -> None:
+    best = Truncation(rate=0.5, start_epoch="best_test")
+    with pytest.raises(RunError, match="did not keep its best epoch: train with --keep-best"):
+        compress(canonical, best, CONFIG, out=tmp_path / "cut", data=digits, options=CPU)
+    with pytest.raises(ValueError, match="expected start_epoch to be last or best_test, got 'first'"):
+        Truncation(rate=0.5, start_epoch="first")
