@@ -1,0 +1,126 @@
+"""Claim: a residual network at a tenth of its parameters runs at least twice as fast, by the clock, as the dense one.
+
+ResNet-18 for 224 x 224 images (or another --network of timm or pytorchcv), in canonical form at --share of its
+parameters with the ranks of cpnorm.ranks_for_budget, in the forms that cpnorm.factorize picks:
+1. CPU, 2 threads, batch 1 and 32: at least 2.5 times as fast as dense.
+2. GPU, bfloat16, batch 128, both as CUDA graphs: at least twice as fast as dense.
+3. Choosing the forms takes at most 5 seconds on a GPU.
+
+Weights are random, which changes nothing about speed. "dense" is the network as its library builds it, "dense, tuned"
+the same with batch norms folded and channels last, which factorize does too. Competitors take turns, and a ratio is the
+median over the turns. On a GPU "factorize" may use cpnorm's kernels (kernels=True); "plain forms" runs without cpnorm.
+
+    python benchmarks/any_network_inference.py [--network resnet18] [--share 0.1] [--batch 1 32]
+    python benchmarks/any_network_inference.py --device cuda            # eager and as CUDA graphs, batch 1 and 128
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import importlib.util
+import time
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import timing
+from cpnorm import canonical_norm, choose_forms, fold, ranks_for_budget
+
+TARGETS = {"cpu": 2.5, "cuda": 2.0}
+LONGEST_CHOICE = 5.0  # seconds, on a GPU
+TURN_SECONDS = {"cpu": 0.3, "cuda": 0.04}
+
+
+def built(name: str) -> nn.Module:
+    """Return the network from timm, or from pytorchcv where timm is not installed."""
+    if importlib.util.find_spec("timm"):
+        return importlib.import_module("timm").create_model(name).eval()
+    return importlib.import_module("pytorchcv.model_provider").get_model(name).eval()
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def measure(batch: int, way: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return a row of one batch size, run eagerly or as CUDA graphs."""
+    torch.manual_seed(0)
+    plain, dtype, as_graph = built(args.network), getattr(torch, args.dtype), way == "CUDA graph"
+    ranks = ranks_for_budget(plain, params=round(args.share * parameters(plain)))
+    canonical = canonical_norm(copy.deepcopy(plain), ranks, "kaiming_normal").to(args.device, dtype).eval()
+    x = torch.randn(batch, 3, args.size, args.size, device=args.device, dtype=dtype)
+    dense = fold(copy.deepcopy(canonical))
+    tuned = choose_forms(canonical, x, measure=False, forms=dict.fromkeys(ranks, "dense")).apply(canonical)
+
+    start = time.perf_counter()
+    choice = choose_forms(canonical, x, cuda_graph=as_graph)
+    chosen_in = time.perf_counter() - start
+    networks = {"dense": dense, "dense, tuned": tuned, "factorize": choice.apply(canonical)}
+    if args.device == "cuda":
+        start = time.perf_counter()
+        choice = choice.with_kernels(canonical, x, cuda_graph=as_graph)
+        kernels_in = time.perf_counter() - start
+        networks["plain forms"], networks["factorize"] = networks["factorize"], choice.apply(canonical)
+    print(f"\n{way}, batch {batch}: forms chosen in {chosen_in:.1f} s\n{choice}", flush=True)
+
+    with torch.inference_mode():
+        once = {
+            name: timing.captured(partial(network, x), args.device if as_graph else "cpu")
+            for name, network in networks.items()
+        }
+        shortest = min(values[0] for values in timing.interleaved(once, 1, warmup=2).values())
+        calls = max(1, round(TURN_SECONDS[args.device] / shortest))
+        runs = {name: lambda run=run: [run() for _ in range(calls)] for name, run in once.items()}
+        seconds = timing.interleaved(runs, args.rounds)
+    row = {
+        "batch": batch,
+        **{f"{name}, ms": timing.milliseconds(values, calls) for name, values in seconds.items()},
+        "times as fast as dense": timing.ratio(seconds, "dense", "factorize"),
+        "as dense, tuned": timing.ratio(seconds, "dense, tuned", "factorize"),
+        "times fewer FLOPs": choice.total("dense").flops / choice.total("chosen").flops,
+        "parameters, % of dense": 100 * parameters(canonical) / parameters(plain),
+        "layers dense": sum(layer.form == "dense" for layer in choice.layers.values()),
+        "forms chosen in, s": chosen_in,
+    }
+    if args.device == "cuda":
+        row["kernels chosen in, s"] = kernels_in
+    medians = {key: value["median"] if isinstance(value, dict) else value for key, value in row.items()}
+    print(way, {key: round(value, 2) for key, value in medians.items()}, flush=True)
+    return row
+
+
+def main() -> None:
+    parser = timing.parser(__doc__, rounds=9)
+    parser.add_argument("--network", default="resnet18")
+    parser.add_argument("--share", type=float, default=0.1, help="of the dense network's parameters")
+    parser.add_argument("--size", type=int, default=224, help="of the images")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="float32, on a GPU bfloat16")
+    parser.add_argument("--batch", type=int, nargs="+", help="1 and 32, on a GPU 1 and 128")
+    args = timing.start(parser)
+    gpu = args.device == "cuda"
+    args.dtype = args.dtype or ("bfloat16" if gpu else "float32")
+    warnings.filterwarnings("ignore", "0 of .* layers gain")  # the tables say it
+    found, tables = [], {}
+    for way in ("CUDA graph", "eager") if gpu else ("CPU",):
+        rows = [measure(batch, way, args) for batch in args.batch or ((1, 128) if gpu else (1, 32))]
+        tables[f"{args.network}, {args.dtype}, {way}"] = rows
+        for row in rows:
+            where = f"{args.network} at {100 * args.share:g} % of its parameters, {way}, batch {row['batch']}"
+            if not gpu or (way == "CUDA graph" and row["batch"] >= 128):
+                text = f"factorize, times as fast as dense, {where}"
+                found.append(timing.at_least(text, row["times as fast as dense"], TARGETS[args.device]))
+            if gpu:
+                found.append(
+                    timing.at_most(f"seconds to choose forms, {where}", row["forms chosen in, s"], LONGEST_CHOICE, "s")
+                )
+    title = f"Inference of residual networks, {args.network}"
+    timing.write("any_network_inference", args.device, title=title, claims=found, tables=tables)
+
+
+if __name__ == "__main__":
+    main()
