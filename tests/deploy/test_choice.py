@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from cpnorm import canonical_norm
+from cpnorm import canonical_norm, summary
 from cpnorm.deploy.factorization import Factorization, choose_forms, factorize
 from cpnorm.deploy.timing import fastest
 from small_network import image, network
@@ -125,11 +126,13 @@ def test_the_choice_prints_and_is_data() -> None:
     assert "lowest modelled cost" in lines[3]
     assert "not timed" in lines[3]
     dense = choice.total("dense")
-    assert dense.parameters == sum(
-        p.numel() for p in factorize(model, image(), forms=dict.fromkeys("0379", "dense")).parameters()
-    )
     assert f"{dense.parameters:,}" in lines[-1]
-    assert choice.total("chosen").parameters == sum(p.numel() for p in choice.apply(model).parameters())
+    weights = [p for name, p in choice.apply(model).named_parameters() if name.endswith("weight")]
+    assert choice.total("chosen").parameters == sum(p.numel() for p in weights)
+    for row, layer in zip(summary(model, image()).layers, choice.layers.values(), strict=True):  # they count alike
+        sizes = dataclasses.asdict(row)
+        dense_size = sizes.get("weights_dense", sizes.get("parameters_dense"))
+        assert (layer.costs["dense"].parameters, layer.costs["dense"].flops) == (dense_size, row.flops_dense)
     assert " -> " in str(choose_forms(model, image()))
 
 

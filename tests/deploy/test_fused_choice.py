@@ -77,7 +77,7 @@ def test_the_choice_of_kernels(way: str, name: str, monkeypatch: pytest.MonkeyPa
         assert form in row
         assert ("fused with its neighbours" in row) is (form in (FUSED, FUSED_PATCHES))
     if limit:
-        assert choice.layers["8"].costs[FUSED].parameters == 4 * (70 + 10) + 10
+        assert choice.layers["8"].costs[FUSED].parameters == 4 * (70 + 10)
         assert choice.layers["0"].costs[FUSED_PATCHES] == choice.layers["0"].costs["dense"]
     before = copy.deepcopy(model.state_dict())
     small = choice.apply(model)

@@ -327,7 +327,11 @@ LIES = {
 TRUE = {"version": 1, "layers": {}, "tied": {}, "metadata": {}}
 INSIDE = {
     "no version": {**TRUE, "version": None},
-    "newer": {**TRUE, "version": 2},
+    "newer": {**TRUE, "version": 3},
+    "form of a number": {**TRUE, "forms": {"weight": 3}},
+    "forms in a list": {**TRUE, "forms": ["weight"]},
+    "rank without end": {**TRUE, "forms": {"": {"form": "low-rank", "bias": True, "rank": 10**40, "modes": [2, 2]}}},
+    "other checksum": {**TRUE, "header_checksum": "00000000"},
     "no layers": {**TRUE, "layers": []},
     "tied to nothing": {**TRUE, "tied": {"weight.too": "nothing"}},
     "tied to itself": {**TRUE, "tied": {"weight": "weight"}},

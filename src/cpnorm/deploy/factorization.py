@@ -214,7 +214,7 @@ class Factorization:
         if smallest >= dense:
             return ""
         return (
-            f"0 of {len(self.layers)} layers gain; the result is dense, with {dense:,} parameters in them; "
+            f"0 of {len(self.layers)} layers gain; the result is dense, with weights of {dense:,} parameters; "
             f"goal='parameters' keeps it small: {smallest:,}"
         )
 

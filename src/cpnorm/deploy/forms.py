@@ -114,13 +114,14 @@ def chain(layer: CPLayer, form: str, *, empty: bool = False) -> nn.Module:
     return plain.train(layer.training)
 
 
-def dense_form(layer: CPLayer) -> nn.Module:
-    """Return the plain layer without values, on the meta device."""
+def dense_form(layer: nn.Module) -> nn.Module:
+    """Return a plain layer with the settings of this one, canonical or not, without values on the meta device."""
+    dtype = next(layer.parameters()).dtype
     if isinstance(layer, nn.Linear):
-        return nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+        return nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta", dtype=dtype)
     conv = cast(_ConvNd, layer)
-    weight = torch.empty(conv.out_channels, conv.in_channels // conv.groups, *conv.kernel_size, device="meta")
-    weight = weight.to(layer.lambdas.dtype)
+    shape = (conv.out_channels, conv.in_channels // conv.groups, *conv.kernel_size)
+    weight = torch.empty(shape, device="meta", dtype=dtype)
     return _conv_step(conv, range(len(conv.kernel_size)), weight, conv.groups, conv.bias).to("meta")
 
 
@@ -249,7 +250,7 @@ def _plain(layer: nn.Module, weight: Tensor, bias: Tensor | None = None) -> nn.M
 class FormCost:
     """Parameters, FLOPs, and their sum with memory traffic and calls, all in matrix-product FLOPs, of one pass."""
 
-    parameters: int
+    parameters: int  # of the weights: biases are not counted, as in ``cpnorm.summary``
     flops: int
     total: float
 
@@ -276,4 +277,4 @@ def form_cost(layer: nn.Module, shapes: Iterable[Sequence[int]], device: str = "
     finally:
         for handle in handles:
             handle.remove()
-    return FormCost(sum(p.numel() for p in layer.parameters()), flops, total)
+    return FormCost(sum(cast(Tensor, step.weight).numel() for step in steps), flops, total)

@@ -53,7 +53,9 @@ class Rewrites:
             last = output_layer(found[1]) if found and is_fixed_norm(found[0]) else None
             if last is not None and weights[id(last.weight)] == 1:
                 absorb_norm(last, cast(_BatchNorm, found[0]))
-                model.set_submodule(norm, tagged(nn.Identity().eval(), "folded"))
+                model.set_submodule(norm, tagged(nn.Identity().eval(), form="folded"))
+                if last is found[1]:
+                    tagged(last, form="dense")
         for relu, pool in self.swaps:
             if found := own(relu, pool):
                 model.set_submodule(relu, found[1])
@@ -150,7 +152,7 @@ def make_plain(
     for layer in twin.modules():
         if not isinstance(layer, CPLayer) or (form := forms[first[tie_key(layer)]]) == "dense":
             continue
-        plain = tagged(chain(layer, form), form)
+        plain = tagged(chain(layer, form), form=form, rank=layer.rank, modes=list(layer.modes))
         leader = leaders.setdefault(tie_key(layer), plain)
         for step, owner in zip(plain.modules(), leader.modules(), strict=True):
             if "weight" in owner._parameters:
@@ -168,9 +170,9 @@ def make_plain(
     return with_layout(twin, channels_last)
 
 
-def tagged(module: nn.Module, form: str) -> nn.Module:
-    """Note what a module stands for in an attribute of its own, which ``cpnorm.save`` reads and pickles carry."""
-    module.cpnorm_form = form  # type: ignore[assignment]
+def tagged(module: nn.Module, **stands_for: Any) -> nn.Module:
+    """Note in a module what it stands for, in built-in types that pickles carry; ``cpnorm.save`` stores it."""
+    module.cpnorm_form = stands_for  # type: ignore[assignment]
     return module
 
 
@@ -252,6 +254,15 @@ def _largest_slice() -> GraphModule:
 def has_layouts(module: nn.Module) -> bool:
     """Return True for convolutions that can run with channels last."""
     return isinstance(module, _ConvNd) and module.weight.ndim in LAYOUTS
+
+
+def is_channels_last(module: nn.Module) -> bool:
+    """Return True for convolutions whose weights are stored with channels last, by their strides."""
+    if not isinstance(module, _ConvNd) or not has_layouts(module):
+        return False
+    like = torch.empty(module.weight.shape, device="meta")
+    other = torch.empty_like(like, memory_format=LAYOUTS[like.ndim])
+    return module.weight.stride() == other.stride() != like.stride()
 
 
 def with_layout(model: nn.Module, channels_last: bool) -> nn.Module:

@@ -37,10 +37,14 @@ def runs_kernel(x: Tensor, weight: Tensor | None = None) -> bool:
     return fit and alike and not (torch.is_grad_enabled() and x.requires_grad)
 
 
-@torch.compiler.assume_constant_result  # torch.compile does not look for packages itself
+_FOUND: dict[str, bool] = {}  # whether packages are installed, once asked for
+
+
 def has_triton() -> bool:
     """Return True if triton is installed; torch brings it along for GPUs on Linux."""
-    return find_spec("triton") is not None
+    if "triton" not in _FOUND:
+        _FOUND["triton"] = find_spec("triton") is not None
+    return _FOUND["triton"]
 
 
 def kernels_supported(device: torch.device) -> bool:
@@ -253,6 +257,7 @@ def _lies_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
 @cache
 def register_operators() -> None:
     """Register the launchers as torch operators, which torch.compile and torch.export call without looking inside."""
+    has_triton()  # asked here, since the compiler cannot trace the search
     tensors = "Tensor x, Tensor? taps, Tensor out, Tensor? bias, Tensor? into, Tensor? residual"
     torch.library.custom_op(
         "cpnorm::fused_block",

@@ -1,10 +1,11 @@
-"""Save and load: one file for a model; ranks come from the file, and nothing in it is ever run."""
+"""Save a model to one file and load it: ranks and forms come from the file, and no code in it is ever run."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -14,7 +15,20 @@ from torch import Tensor, nn
 
 from cpnorm._checks import check_model, check_type
 from cpnorm.cp.tensor import CPTensor
-from cpnorm.io.fileformat import Content, Shape, StoredLayer, join, opened, read_content, write
+from cpnorm.deploy.forms import chain, dense_form, forms_of
+from cpnorm.deploy.rewrite import is_channels_last, output_layer, tagged, with_layout
+from cpnorm.gpu.fused_blocks import FusedBlock, FusedEpilogue, FusedInput
+from cpnorm.io.fileformat import (
+    Content,
+    Shape,
+    StoredForm,
+    StoredLayer,
+    checksum,
+    join,
+    opened,
+    read_content,
+    write,
+)
 from cpnorm.nn.convert import become_canonical, canonical_layers, check_not_sharded, fold, is_unmodified
 from cpnorm.nn.layers import CANONICAL_TYPES, PATHS, CPLayer, tie_key
 from cpnorm.nn.planner import weight_shape
@@ -24,7 +38,15 @@ PathLike = str | os.PathLike[str]
 
 
 def save(model: nn.Module, path: PathLike, *, metadata: Mapping[str, Any] | None = None) -> None:
-    """Write the model's parameters and buffers to one file, all of it or nothing; metadata is any JSON of the user's.
+    """Write the model's parameters and buffers to one safetensors file, completely or not at all.
+
+    Canonical and factorised models load into the plain architecture again. Compiled and data-parallel modules are
+    stored as the modules inside them. A model with fused blocks is not for files: save the model it was made from.
+
+    Args:
+        model: any model.
+        path: of the file.
+        metadata: any JSON of the user's, for ``read_metadata``.
 
     >>> import tempfile
     >>> from cpnorm import canonical_norm
@@ -35,78 +57,184 @@ def save(model: nn.Module, path: PathLike, *, metadata: Mapping[str, Any] | None
     """
     check_not_sharded(model)
     check_type(metadata, (Mapping, type(None)), "a mapping or None as metadata")
-    model = _unwrapped(model)
-    for name, layer in canonical_layers(model).items():
-        if layer.path not in PATHS:
-            raise ValueError(
-                f"expected path to be one of {', '.join(PATHS)}, got {layer.path!r} in {name or 'the layer'}"
-            )
-    layers = {
-        name: StoredLayer(layer.modes, layer.rank, type(layer).__name__, layer.path)
-        for name, layer in model.named_modules(remove_duplicate=False)
-        if isinstance(layer, CPLayer)
-    }
-    write(Path(path), model.state_dict(), layers, metadata)
+    with _unwrapped(model) as inner:
+        for name, layer in canonical_layers(inner).items():
+            if layer.path not in PATHS:
+                raise ValueError(
+                    f"expected path to be one of {', '.join(PATHS)}, got {layer.path!r} in {name or 'the layer'}"
+                )
+        modules = dict(inner.named_modules(remove_duplicate=False))
+        for name, module in modules.items():
+            if isinstance(module, FusedBlock | FusedInput | FusedEpilogue):
+                raise ValueError(f"expected a model without fused blocks, got one in {name}: save the canonical model")
+        layers = {
+            name: StoredLayer(layer.modes, layer.rank, type(layer).__name__, layer.path)
+            for name, layer in modules.items()
+            if isinstance(layer, CPLayer)
+        }
+        forms = {name: _stored_form(module) for name, module in modules.items() if "cpnorm_form" in module.__dict__}
+        last = any(is_channels_last(module) for module in modules.values())
+        write(Path(path), inner.state_dict(), layers, forms, last, metadata)
 
 
 def load(path: PathLike, model: Module) -> Module:
     """Read a file into the model, in place, and return it: its layers become what the file says.
 
-    A canonical layer in the file makes that layer of the model canonical, with the file's modes and rank; a plain one
-    makes it plain. Dtypes and devices stay the model's. A file that does not fit raises a ValueError that names the
-    first difference, and leaves the model as it was. A layer that changes its kind gets new parameters: build the
-    optimizer afterwards.
+    A canonical layer in the file makes that layer of the model canonical, with the file's modes and rank; a chain of
+    ``factorize`` makes it that chain; a plain one makes it plain. Dtypes and devices stay the model's. A file that does
+    not fit or is damaged raises a ValueError that names the first difference, and leaves the model as it was. A layer
+    that changes its kind gets new parameters: build the optimizer afterwards.
     """
     check_model(model)
-    target = _unwrapped(model)
-    with opened(Path(path)) as reader:
-        content = _with_ties_of(target, read_content(Path(path), reader))
-        wanted = _wanted(content, target)
-        _check_shapes(content, wanted)
-        stored = {key: reader.get_tensor(key) for key in content.shapes if key not in content.tied}
-    tensors = {key: stored[content.source(key)] for key in wanted}
-    _check_values(content, wanted, tensors, target)
-    _take_form(content, tensors, target)
-    with torch.no_grad():
-        for key, value in target.state_dict(keep_vars=True).items():
-            value.copy_(tensors[key])
+    with _unwrapped(model) as target:
+        with opened(Path(path)) as reader:
+            content = read_content(Path(path), reader)
+            undo = _rewrite(content, target)
+            try:
+                content = _with_ties_of(target, content)
+                wanted = _wanted(content, target)
+                _check_shapes(content, wanted)
+                stored = {key: reader.get_tensor(key) for key in content.shapes if key not in content.tied}
+                if content.checksum not in (None, checksum(stored)):
+                    raise ValueError(f"{path} is damaged: the checksum of its tensors differs")
+                tensors = {key: stored[content.source(key)] for key in wanted}
+                _check_values(content, wanted, tensors, target)
+            except BaseException:
+                for module, kind, attributes in undo:
+                    module.__class__, module.__dict__ = kind, attributes
+                raise
+        _take_form(content, tensors, target)
+        _take_values(content, tensors, target, [module for module, *_ in undo])
     return model
 
 
 def read_metadata(path: PathLike) -> dict[str, Any]:
-    """What was given to ``save`` as metadata; the tensors are not read."""
+    """Return what was given to ``save`` as metadata; the tensors are not read."""
     with opened(Path(path)) as reader:
         return read_content(Path(path), reader).metadata
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    return cast(nn.Module, getattr(model, "_orig_mod", model))  # inside what torch.compile returns
+@contextmanager
+def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
+    """Take compiled and data-parallel modules for the modules inside them, for a while."""
+
+    def inside(module: nn.Module) -> nn.Module:
+        while True:
+            if "_orig_mod" in module._modules:  # what torch.compile returns
+                module = cast(nn.Module, module._orig_mod)
+            elif isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+                module = module.module
+            else:
+                return module
+
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child is not None and inside(child) is not child
+    ]
+    root = inside(model)
+    for parent, name, child in wrapped:
+        parent._modules[name] = inside(child)
+    try:
+        yield root
+    finally:
+        for parent, name, child in wrapped:
+            parent._modules[name] = child
 
 
-# --- does it fit? -------------------------------------------------------------------------------------------------
+# --- rewritten layers ---------------------------------------------------------------------------------------------
+
+
+def _stored_form(module: nn.Module) -> StoredForm:
+    noted = cast(dict[str, Any], module.cpnorm_form)
+    last = output_layer(module)
+    bias = last is not None and last.bias is not None
+    return StoredForm(noted["form"], bias, noted.get("rank", 1), tuple(noted.get("modes", ())))
+
+
+def _rewrite(content: Content, model: nn.Module) -> list[tuple[nn.Module, type[nn.Module], dict[str, Any]]]:
+    """Give layers the forms that the file has, without values; return what they were before."""
+    made: dict[nn.Module, nn.Module] = {}
+    for name, stored in content.forms.items():
+        try:
+            module = model.get_submodule(name)
+        except AttributeError:
+            raise _misfit(content, name, f"a layer of form {stored.form}", "missing") from None
+        if module not in made and not ("cpnorm_form" in module.__dict__ and _stored_form(module) == stored):
+            made[module] = _empty(content, name, module, stored)
+    before = [(module, type(module), module.__dict__) for module in made]
+    for module, empty in made.items():  # the object stays, so that every reference to it is to the new form
+        module.__class__, module.__dict__ = type(empty), empty.train(module.training).__dict__
+    return before
+
+
+def _empty(content: Content, name: str, module: nn.Module, stored: StoredForm) -> nn.Module:
+    """Return a module of the stored form for this place, on the meta device."""
+    if stored.form == "folded":
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise _misfit(content, name, "a folded batch norm", f"a {type(module).__name__}")
+        return tagged(nn.Identity(), form="folded")
+    if _kind(module) is None:
+        raise _misfit(content, name, f"a layer of form {stored.form}", f"a {type(module).__name__}")
+    plain = dense_form(module)
+    dtype = cast(Tensor, next(plain.parameters())).dtype
+    outputs = int(plain.out_features if isinstance(plain, nn.Linear) else cast(nn.Conv2d, plain).out_channels)
+    bias = nn.Parameter(torch.empty(outputs, device="meta", dtype=dtype)) if stored.bias else None
+    plain.register_parameter("bias", bias)
+    if stored.form == "dense":
+        return tagged(plain, form="dense")
+    if len(stored.modes) < 2 or not _same_weight(stored.modes, plain):
+        raise _misfit(content, name, stored.modes, weight_shape(plain))
+    sizes = ((), (stored.rank,), *((size, stored.rank) for size in stored.modes))
+    sigma, lambdas, *factors = (torch.empty(size, device="meta", dtype=dtype) for size in sizes)
+    layer = become_canonical(plain, CPTensor(sigma, lambdas, tuple(factors)))
+    if stored.form not in forms_of(layer):
+        raise _misfit(content, name, f"a layer of form {stored.form!r}", f"a {type(module).__name__}")
+    return tagged(chain(layer, stored.form, empty=True), form=stored.form, rank=stored.rank, modes=list(stored.modes))
+
+
+@torch.no_grad()
+def _take_values(content: Content, tensors: Mapping[str, Tensor], model: nn.Module, empty: list[nn.Module]) -> None:
+    """Copy the values into the model; rewritten layers get memory first, and share what is tied in the file."""
+    device = next((p.device for p in (*model.parameters(), *model.buffers()) if not p.is_meta), torch.device("cpu"))
+    for module in empty:
+        module.to_empty(device=device)
+    with_layout(model, content.channels_last)
+    for key, value in model.state_dict(keep_vars=True).items():
+        value.copy_(tensors[key])
+    owners: dict[str, nn.Parameter] = {}
+    rewritten = {step for module in empty for step in module.modules()}
+    for name, module in model.named_modules():
+        for last, parameter in list(module._parameters.items()) if module in rewritten else ():
+            if parameter is not None:
+                module._parameters[last] = owners.setdefault(content.source(join(name, last)), parameter)
+
+
+# --- comparing the file with the model ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A tensor the model wants, once its layers are what the file says; those with equal homes are tied in it."""
+    """A tensor of the model once its layers are what the file says; tensors with the same home are tied in it."""
 
     shape: Shape
     home: tuple[int, str]
 
 
 def _with_ties_of(model: nn.Module, content: Content) -> Content:
-    """safetensors' own ``save_model`` writes one of the keys of a tied tensor: the model knows the others."""
+    """Add the other keys of tied tensors, of which safetensors' own ``save_model`` writes one."""
     state = model.state_dict(keep_vars=True)
     there = {id(value): key for key, value in state.items() if key in content.shapes}
     left_out = {k: there[id(v)] for k, v in state.items() if k not in content.shapes and id(v) in there}
-    shapes = {key: content.shapes[twin] for key, twin in left_out.items()}
-    tied = {key: content.source(twin) for key, twin in left_out.items()}
+    shapes = {key: content.shapes[other] for key, other in left_out.items()}
+    tied = {key: content.source(other) for key, other in left_out.items()}
     return replace(content, shapes=content.shapes | shapes, tied=content.tied | tied)
 
 
 def _wanted(content: Content, model: nn.Module) -> dict[str, _Wanted]:
-    changed: dict[str, dict[str, _Wanted]] = {}  # by a key of the model: what stands in its place
-    anchors: dict[int, tuple[str, StoredLayer | None]] = {}
+    changed: dict[str, dict[str, _Wanted]] = {}  # by a key of the model: what takes its place
+    leaders: dict[int, tuple[str, StoredLayer | None]] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
         kind, found = _kind(layer), content.layers.get(name)
         if kind is None or not (found or (isinstance(layer, CPLayer) and join(name, "weight") in content.shapes)):
@@ -116,7 +244,7 @@ def _wanted(content: Content, model: nn.Module) -> dict[str, _Wanted]:
         stored = found.modes if found else content.shapes[join(name, "weight")]
         if not _same_weight(stored, layer):
             raise _misfit(content, join(name, "weight"), stored, weight_shape(layer))
-        leader, form = anchors.setdefault(tie_key(layer), (name, found))
+        leader, form = leaders.setdefault(tie_key(layer), (name, found))
         if form != found:
             raise _untied(content, leader, name)
         shapes: dict[str, Shape] = found.shapes() if found else {"weight": weight_shape(layer)}
@@ -126,10 +254,11 @@ def _wanted(content: Content, model: nn.Module) -> dict[str, _Wanted]:
                 changed[join(name, last)] = new
     wanted: dict[str, _Wanted] = {}
     for key, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor) or value.is_meta:
-            raise ValueError(f"expected a model of tensors with values, got another thing for {key}")
-        if key not in changed and id(value) in anchors:
-            raise _untied(content, anchors[id(value)][0], key)
+        rewritten = any(key.startswith(join(name, "")) for name in content.forms)
+        if not isinstance(value, Tensor) or (value.is_meta and not rewritten):
+            raise ValueError(f"expected a model whose state has tensors with values only, got another thing for {key}")
+        if key not in changed and id(value) in leaders:
+            raise _untied(content, leaders[id(value)][0], key)
         wanted |= changed.get(key, {key: _Wanted(tuple(value.shape), (id(value), ""))})
     return wanted
 
@@ -152,9 +281,9 @@ def _check_values(
         if tuple(tensor.shape) != want.shape or tensor.is_floating_point() != floating:
             here = state[key].dtype if key in state else "a floating-point number"
             raise _misfit(content, key, tensor.dtype, here)
-        twin = first.setdefault(want.home, key)
-        if content.source(twin) != content.source(key) and not torch.equal(tensors[twin], tensor):
-            raise _untied(content, twin, key)
+        tied = first.setdefault(want.home, key)
+        if content.source(tied) != content.source(key) and not torch.equal(tensors[tied], tensor):
+            raise _untied(content, tied, key)
 
 
 def _misfit(content: Content, key: str, in_file: object, in_model: object) -> ValueError:
@@ -166,7 +295,7 @@ def _untied(content: Content, one: str, other: str) -> ValueError:
 
 
 def _kind(layer: nn.Module) -> type[CPLayer] | None:
-    """The canonical class of a layer, or the one it could have; None for what has no canonical form."""
+    """Return the canonical class of a layer, or the one it could have; None for a module without a canonical form."""
     for kind in CANONICAL_TYPES:
         if type(layer) is kind or is_unmodified(layer, kind.plain):
             return kind if isinstance(layer, CPLayer) or "weight" in layer._parameters else None
@@ -180,13 +309,13 @@ def _same_weight(modes: Shape, layer: nn.Module) -> bool:
     return modes == shape
 
 
-# --- becoming what the file says ----------------------------------------------------------------------------------
+# --- taking the form of the file ----------------------------------------------------------------------------------
 
 
 def _take_form(content: Content, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Make every layer canonical or plain as in the file, tied where the model ties; all that could fail is checked."""
+    """Make every layer canonical or plain as in the file, tied where the model ties; nothing here can fail."""
     leaders: dict[int, nn.Module] = {}
-    held = list(model.parameters())  # tie keys are ids: none may be given to another parameter meanwhile
+    held = list(model.parameters())  # tie keys are ids: no other parameter may get the id of one that is replaced
     for name, layer in list(model.named_modules()):
         kind, found = _kind(layer), content.layers.get(name)
         if kind is None or not (found or isinstance(layer, CPLayer)):
@@ -204,6 +333,5 @@ def _take_form(content: Content, tensors: Mapping[str, Tensor], model: nn.Module
         else:
             become_canonical(fold(layer), cp)
         canonical.path = found.path
-        twin = cast(CPLayer, leader)
-        canonical.share_terms(twin)
+        canonical.share_terms(cast(CPLayer, leader))
     del held

@@ -1,8 +1,9 @@
-"""The file: safetensors and JSON in one, written whole or not at all, and read without trust in what it says.
+"""Write and read the file format: safetensors with a JSON header, whole or not at all, and not trusted when read.
 
 The tensors are those of a state dict, each stored once. The JSON, in the metadata of safetensors' own header under
-"cpnorm", holds the version of the format, kind, modes, rank and path of every canonical layer, which keys are tied to
-which, and the user's own metadata. Readers of safetensors can read these files, and plain ones are read here.
+"cpnorm", holds the version of the format, kind, modes, rank and path of every canonical layer, the form of every layer
+that ``factorize`` rewrote, which keys are tied to which, the user's own metadata, and checksums. Other readers of
+safetensors can read these files, and plain safetensors files are read here.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,14 @@ from cpnorm.nn.layers import PATHS
 
 Shape = tuple[int, ...]
 
-VERSION = 1
-LARGEST_HEADER = 8 * 2**20  # some 80,000 tensors; a larger one is no model's, and would cost memory to find out
+VERSION = 2  # 1 had no rewritten layers, and files without them are still written as 1
+LARGEST_HEADER = 8 * 2**20  # some 80,000 tensors; reading a larger one costs memory before it is found to be wrong
+TORCH_SAVE = (b"PK\x03\x04", b"\x80\x02")  # how files of torch.save begin: a zip archive, or a pickle before 1.6
 
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """A canonical layer in a file: modes and rank as its tensors have them, kind and path as the JSON says."""
+    """A canonical layer in a file: modes and rank from its tensors, kind and path from the JSON."""
 
     modes: Shape
     rank: int
@@ -40,28 +43,41 @@ class StoredLayer:
     path: str = "auto"
 
     def shapes(self) -> dict[str, Shape]:
-        """Of its tensors, by the last part of their keys."""
+        """Return the shapes of its tensors, by the last part of their keys."""
         factors = {f"factors.{mode}": (size, self.rank) for mode, size in enumerate(self.modes)}
         return {"sigma": (), "lambdas": (self.rank,), **factors}
 
 
 @dataclass(frozen=True)
+class StoredForm:
+    """A layer that ``factorize`` rewrote: a chain of this form, a dense layer with a batch norm in it, or that norm."""
+
+    form: str
+    bias: bool = False
+    rank: int = 1
+    modes: Shape = ()
+
+
+@dataclass(frozen=True)
 class Content:
-    """What a file holds: the shapes of all keys, tied ones among them, its canonical layers, the user's metadata."""
+    """The contents of a file: the shapes of all keys, tied ones included, its layers, and the user's metadata."""
 
     path: Path
     shapes: dict[str, Shape]
     tied: dict[str, str] = field(default_factory=dict)
     layers: dict[str, StoredLayer] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
+    forms: dict[str, StoredForm] = field(default_factory=dict)
+    channels_last: bool = False
+    checksum: str | None = None  # of the tensors
 
     def source(self, key: str) -> str:
-        """The key a tensor is stored under."""
+        """Return the key under which a tensor is stored."""
         return self.tied.get(key, key)
 
 
 def join(name: str, last: str) -> str:
-    """The key of a tensor of the module of this name, which is empty for the whole model."""
+    """Return the key of a tensor of the module of this name, which is empty for the whole model."""
     return f"{name}.{last}" if name else last
 
 
@@ -69,24 +85,33 @@ def join(name: str, last: str) -> str:
 
 
 def write(
-    path: Path, state: Mapping[str, Any], layers: Mapping[str, StoredLayer], metadata: Mapping[str, Any] | None
+    path: Path,
+    state: Mapping[str, Any],
+    layers: Mapping[str, StoredLayer],
+    forms: Mapping[str, StoredForm],
+    channels_last: bool,
+    metadata: Mapping[str, Any] | None,
 ) -> None:
-    """Beside it first, then safely on the disk, then under its name: there is never half a file at ``path``."""
+    """Write a draft beside the file, flush it to the disk, then rename it: there is never half a file at ``path``."""
     tensors, tied = _stored_once(state)
     described = {
         name: {"kind": layer.kind, "modes": list(layer.modes), "rank": layer.rank, "path": layer.path}
         for name, layer in layers.items()
     }
-    content = {"version": VERSION, "layers": described, "tied": tied, "metadata": dict(metadata or {})}
+    said: dict[str, Any] = {"version": VERSION if forms else 1, "layers": described, "tied": tied}
+    said |= {"metadata": dict(metadata or {}), "checksum": checksum(tensors)}
+    if forms:
+        said |= {"forms": {name: asdict(form) for name, form in forms.items()}, "channels_last": channels_last}
     try:
-        text = json.dumps(content, allow_nan=False)
+        said["header_checksum"] = _header_checksum(said, {key: tuple(t.shape) for key, t in tensors.items()})
+        text = json.dumps(said, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"expected metadata that can be written as JSON: {error}") from error
 
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
         with open(draft, "xb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)  # safetensors' own files are for their owner only
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)  # safetensors makes files readable by their owner only
         save_file(tensors, draft, {"format": "pt", "cpnorm": text})
         os.chmod(draft, mode)
         with open(draft, "rb+") as file:
@@ -101,13 +126,13 @@ def write(
     if os.name == "posix":
         folder = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)  # the new name itself
+            os.fsync(folder)  # for the new name
         finally:
             os.close(folder)
 
 
 def _stored_once(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors to write, and the keys tied to one of them."""
+    """Return the tensors to write, and the keys tied to one of them."""
     stored: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     owners: dict[object, str] = {}
@@ -128,16 +153,37 @@ def _stored_once(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
     return stored, tied
 
 
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Return a CRC of the values of all tensors, in the order of their keys."""
+    total = 0
+    for key in sorted(tensors):
+        values = tensors[key].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        total = zlib.crc32(values.numpy(), total)  # type: ignore[arg-type]
+    return f"{total:08x}"
+
+
+def _header_checksum(said: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str:
+    """Return a CRC of the JSON without the CRC itself, and of the names and shapes of the tensors."""
+    rest = {key: value for key, value in said.items() if key != "header_checksum"}
+    total = zlib.crc32(json.dumps([rest, shapes], sort_keys=True, allow_nan=False).encode())
+    return f"{total:08x}"
+
+
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """safe_open, with every complaint about the file as a ValueError."""
+    """Open a safetensors file; every complaint about it is a ValueError."""
     with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-    if size > LARGEST_HEADER:
-        raise ValueError(f"{path} is not a safetensors file of ours: its header claims to take {size} bytes")
+        start = file.read(8)
+    if start.startswith(TORCH_SAVE):
+        raise ValueError(
+            f"{path} is a file of torch.save, not of safetensors: read it with torch.load(path, weights_only=True) and "
+            "model.load_state_dict"
+        )
+    if (size := int.from_bytes(start, "little")) > LARGEST_HEADER:
+        raise ValueError(f"{path} is not a safetensors file of cpnorm: its header claims to take {size} bytes")
     try:
         with safe_open(path, framework="pt") as reader:
             yield reader
@@ -146,9 +192,12 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def read_content(path: Path, reader: Any) -> Content:
-    """What the header says, checked against the tensors."""
+    """Return what the header says, checked against the tensors."""
     shapes = {key: tuple(reader.get_slice(key).get_shape()) for key in reader.keys()}  # noqa: SIM118 - no mapping
-    text = (reader.metadata() or {}).get("cpnorm")
+    metadata = reader.metadata() or {}
+    text = metadata.get("cpnorm")
+    if text is None and any('"header_checksum": "' in value for value in metadata.values()):
+        raise ValueError(f"the header of {path} is damaged: its entry is not called cpnorm")
     if text is None:
         return Content(path, shapes, layers=_canonical_in(shapes))
 
@@ -162,25 +211,41 @@ def read_content(path: Path, reader: Any) -> Content:
         insist(said["version"] <= VERSION, f"format {said['version']} is newer than this cpnorm, which knows {VERSION}")
         for name in ("tied", "layers", "metadata"):
             insist(isinstance(said.get(name), dict), f"it has no {name}")
+        if "header_checksum" in said:  # not in files of cpnorm 0.1
+            insist(said["header_checksum"] == _header_checksum(said, shapes), "it is damaged: its checksum differs")
         for key, source in said["tied"].items():
-            tells = isinstance(source, str) and source in shapes and key not in shapes
-            insist(tells, f"{key} is tied to what is not there")
+            known = isinstance(source, str) and source in shapes and key not in shapes
+            insist(known, f"{key} is tied to a key that does not exist")
         shapes |= {key: shapes[source] for key, source in said["tied"].items()}
         layers = _canonical_in(shapes)
         for name, entry in said["layers"].items():
-            insist(name in layers, f"{name} is not there")
+            insist(name in layers, f"{name} is not in the file")
             insist(isinstance(entry, dict) and entry.get("path") in PATHS, f"{name} has no path")
             insist(isinstance(entry.get("kind"), str), f"{name} has no kind")
             has = list(layers[name].modes), layers[name].rank
             insist((entry.get("modes"), entry.get("rank")) == has, f"modes and rank of {name} are really {has}")
             layers[name] = replace(layers[name], kind=entry["kind"], path=entry["path"])
-    except (ValueError, RecursionError) as error:
+        forms = {name: _form_in(name, entry, insist) for name, entry in said.get("forms", {}).items()}
+        check = said.get("checksum")
+        insist(check is None or isinstance(check, str), "its checksum is no text")
+    except (ValueError, RecursionError, AttributeError) as error:
         raise ValueError(f"the header of {path} cannot be trusted: {error}") from error
-    return Content(path, shapes, said["tied"], layers, said["metadata"])
+    last = said.get("channels_last") is True
+    return Content(path, shapes, said["tied"], layers, said["metadata"], forms, last, check)
+
+
+def _form_in(name: str, entry: Any, insist: Callable[[object, str], None]) -> StoredForm:
+    """Return the form of a rewritten layer, if the header has all of it."""
+    insist(isinstance(entry, dict) and isinstance(entry.get("form"), str), f"{name} has no form")
+    insist(type(entry.get("bias")) is bool and type(entry.get("rank")) is int, f"{name} has no bias or rank")
+    modes = entry.get("modes")
+    insist(isinstance(modes, list) and all(type(n) is int and 0 < n < 2**31 for n in modes), f"{name} has no modes")
+    insist(0 < entry["rank"] < 2**31, f"the rank of {name} is {entry['rank']}")
+    return StoredForm(entry["form"], entry["bias"], entry["rank"], tuple(modes))
 
 
 def _canonical_in(shapes: Mapping[str, Shape]) -> dict[str, StoredLayer]:
-    """Canonical layers by the names and shapes of their tensors."""
+    """Return the canonical layers, known by the names and shapes of their tensors."""
     layers = {}
     for key, shape in shapes.items():
         name, _, last = key.rpartition(".")
