@@ -418,3 +418,16 @@ def test_processes_leave_together_whichever_is_asked_to(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("left False") == 2
     assert RunFolder(tmp_path / "run").has_checkpoint()
+
+
+@torch.no_grad()
+def test_a_test_sees_parameters_that_changed_without_a_new_version(digits: ImageSet) -> None:
+    """The replay of a CUDA graph writes parameters so; weights that evaluation keeps must not outlive it."""
+    trainer = Trainer(TINY.replace(renormalize=False), digits, Options(device="cpu"))
+    images, labels = digits.test_images, digits.test_labels
+    before = trainer.evaluate(images, labels)
+    for layer in cpnorm.canonical_layers(trainer.model).values():
+        layer.sigma.data.mul_(-3.0)
+    after = trainer.evaluate(images, labels)
+    assert after == trainer.evaluate(images, labels, copy.deepcopy(trainer.model))
+    assert after != before
