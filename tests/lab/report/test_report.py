@@ -1,13 +1,10 @@
-"""The page and the Markdown file: whole, self-contained, safe, complete, and working in a browser if there is one."""
+"""The report and its page: complete, self-contained, accessible, and safe whatever a record holds."""
 
 import dataclasses
 import json
 import re
 import shutil
-import subprocess
 import xml.etree.ElementTree as ET
-from functools import cache
-from html.parser import HTMLParser
 from itertools import pairwise
 
 import pytest
@@ -19,16 +16,8 @@ from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.report import RecordError, build, write_lead, write_markdown, write_page
 from cpnorm.lab.report.document import Explorer, Fold, Grid, Section, Text
 from cpnorm.lab.report.drawing import standalone
-from cpnorm.lab.report.explorer import rate_grids
-from cpnorm.lab.training.runs import RunError
-
-HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'|`[a](javascript:alert(1))\n# x"
-VOID = {"meta", "input", "br", "img", "link"}
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return synthetic_results.write(tmp_path_factory.mktemp("synthetic") / "results", seeds=3)
+from cpnorm.lab.report.nested import nested_difference
+from report_cases import blocks, once, parsed
 
 
 @pytest.fixture(scope="module")
@@ -36,66 +25,8 @@ def page(results):
     return parsed(write_page(once(results), results.parent / "report.html").read_text())
 
 
-@pytest.fixture(autouse=True)
-def _no_data(monkeypatch, tmp_path):
-    """Data sets of this machine must not get into the page."""
-    monkeypatch.delenv("CPNORM_DATA", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
-
-
-@cache
-def once(folder):
-    """The report of a folder that no test changes."""
-    return build(folder)
-
-
 def write_report(folder, out):
     return write_page(build(folder), out)
-
-
-class Page(HTMLParser):
-    """Every element with its attributes; what is opened must be closed, in order."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements, self.open, self.text, self.script = [], [], [], []
-
-    def handle_starttag(self, tag, attributes):
-        self.elements.append((tag, dict(attributes)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.elements.append((tag, dict(attributes)))
-
-    def handle_endtag(self, tag):
-        assert self.open
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        (self.script if self.open and self.open[-1] in ("script", "style") else self.text).append(data)
-
-    def all(self, tag):
-        return [attributes for name, attributes in self.elements if name == tag]
-
-
-def parsed(text):
-    page = Page()
-    page.feed(text)
-    page.close()
-    assert page.open == []
-    return page
-
-
-def unfolded(all_blocks):
-    for block in all_blocks:
-        yield from unfolded(block.blocks) if isinstance(block, Fold) else (block,)
-
-
-def blocks(sections, kind):
-    for section in sections:
-        yield from (block for block in unfolded(section.blocks) if isinstance(block, kind))
-        yield from blocks(section.sections, kind)
 
 
 class TestPage:
@@ -103,11 +34,7 @@ class TestPage:
         for tag, attributes in page.elements:
             for key in ("src", "href", "data", "action", "poster", "srcset", "xlink:href"):
                 value = attributes.get(key) or "#"
-                assert value.startswith(("#", "data:image/png;base64,", "data:image/svg+xml;base64,")), (
-                    tag,
-                    key,
-                    value,
-                )
+                assert value.startswith(("#", "data:image/png;base64,")), (tag, key, value)
         code = "".join(page.script)
         assert set(re.findall(r"https?://[^\s\"'<>)]+", code)) <= {"http://www.w3.org/2000/svg"}
         assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|import\(", code)
@@ -322,30 +249,6 @@ class TestDocument:
         assert not list(blocks(build(tmp_path).sections, Explorer))
 
 
-@pytest.fixture
-def hostile(tmp_path):
-    """Every string of a record that gets into a report, as an attack."""
-    config = paper.CIFAR10
-    lines = [
-        synthetic_results.run("x", seed, 88.0, 1000, config, synthetic_results.random.Random(0)) for seed in (0, 1)
-    ]
-    for line in lines:
-        line |= {
-            "table": f"beyond-{HOSTILE}",
-            "row": f"beyond-x/{HOSTILE}",
-            "environment": {"gpu": HOSTILE, "commit": HOSTILE},
-        }
-        layers = {HOSTILE: {"rank": 4, "lambdas": [3, 2, 1, 1], "term_weights": 10, "flops_per_term": 5}}
-        line["explorer"] = {"rates": [0.0, 0.5], "accuracy": [88.0, 80.0], "layers": layers}
-    folder = tmp_path / "hostile"
-    folder.mkdir()
-    (folder / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    below = synthetic_results.run("cifar10/none-sgd", 0, 80.0, 10, config, synthetic_results.random.Random(0))
-    (folder / "b.jsonl").write_text(json.dumps(below))
-    (folder / "explanations.json").write_text(json.dumps({"cifar10/none-sgd": HOSTILE}))
-    return folder
-
-
 class TestHostileRecords:
     def test_stay_text_in_the_page(self, hostile, tmp_path):
         page = parsed(write_report(hostile, tmp_path / "r.html").read_text())
@@ -363,146 +266,6 @@ class TestHostileRecords:
         assert re.sub(r"</?(?:details|summary)>", "", html).count("<") == 0
         assert all(token.attrs["src"].startswith("figures/") for token in inline if token.type == "image")
         assert "alert(1)" in text
-
-
-class TestMarkdown:
-    def test_tables_are_whole(self, results, tmp_path):
-        text = write_markdown(once(results), tmp_path / "README.md").read_text()
-        document = once(results)
-        grids = list(blocks(document.sections, Grid))
-        grids += rate_grids(next(iter(blocks(document.sections, Explorer))))  # what stands for the explorer
-        shapes = [(len(grid.columns), len(grid.rows)) for grid in grids]
-        found = []
-        for block in (block for block in text.split("\n\n") if block.startswith("| ")):
-            widths = {len(re.findall(r"(?<!\\)\|", line)) - 1 for line in block.splitlines()}
-            assert len(widths) == 1
-            found.append((*widths, block.count("\n") - 1))
-        assert sorted(found) == sorted(shapes)
-        tokens = MarkdownIt("commonmark").enable("table").parse(text)
-        assert sum(token.type == "table_open" for token in tokens) == len(shapes)
-        assert sum(token.type == "tr_open" for token in tokens) == sum(rows + 1 for _, rows in shapes)
-
-    def test_says_what_the_page_says(self, results, tmp_path):
-        text = write_markdown(once(results), tmp_path / "README.md").read_text()
-        plain = text.replace("\\", "").replace("&lt;", "<")
-        for grid in blocks(once(results).sections, Grid):
-            for row in grid.rows:
-                for cell in row:
-                    assert " ".join(cell.text.split()) in plain
-        for heading in ("What agrees, what does not", "The paper's claims", "Beyond the paper"):
-            assert f"## {heading}\n" in text
-
-    def test_its_drawings_lie_beside_it_and_old_ones_go(self, results, tmp_path):
-        (tmp_path / "figures").mkdir()
-        for name in ("old", "mine"):
-            (tmp_path / "figures" / f"{name}.svg").write_text("<svg/>")
-        (tmp_path / "README.md").write_text("Made by `cpnorm report`\n![old](figures/old.svg)\n")
-        text = write_markdown(once(results), tmp_path / "README.md").read_text()
-        linked = set(re.findall(r"\]\((figures/[^)]+)\)", text))
-        there = {f"figures/{path.name}" for path in (tmp_path / "figures").iterdir()}
-        assert there == linked | {"figures/mine.svg"}
-        assert len(linked) > 15
-
-    def test_figures_that_cannot_be_remade_are_kept(self, results, tmp_path):
-        """In a fresh clone there are no data: the samples of an earlier report stay, byte for byte."""
-        folder, data = shutil.copytree(results, tmp_path / "results"), tmp_path / "data"
-        official_files.write_mnist(data, official_files.make("mnist"))
-        write_markdown(build(folder, data), folder / "README.md")
-        before = {path.name: path.read_bytes() for path in (folder / "figures").iterdir()}
-        text = (folder / "README.md").read_text()
-        assert "samples-mnist.svg" in before
-        document = build(folder)
-        write_markdown(document, folder / "README.md")
-        assert {path.name: path.read_bytes() for path in (folder / "figures").iterdir()} == before
-        assert (folder / "README.md").read_text() == text
-        page = parsed(write_page(document, tmp_path / "r.html").read_text())
-        (image,) = page.all("img")
-        assert image["src"].startswith("data:image/svg+xml;base64,")
-        elsewhere = write_markdown(document, tmp_path / "elsewhere" / "README.md")
-        assert (elsewhere.parent / "figures/samples-mnist.svg").read_bytes() == before["samples-mnist.svg"]
-
-    def test_leaves_another_readme_alone(self, results, tmp_path):
-        (tmp_path / "README.md").write_text("# My project\n")
-        with pytest.raises(RunError, match=r"README\.md was not made by cpnorm report and is left alone"):
-            write_markdown(once(results), tmp_path / "README.md")
-        assert (tmp_path / "README.md").read_text() == "# My project\n"
-        assert not (tmp_path / "figures").exists()
-
-
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
-class TestInABrowser:
-    def run(self, page, script, tmp_path):
-        """Run the report with another script after its own; return what that puts into window.out."""
-        probe = f"<script>{script}; document.title = JSON.stringify(window.out)</script></body>"
-        file = tmp_path / "probe.html"
-        file.write_text(page.read_text().replace("</body>", probe))
-        flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
-        command = [BROWSER, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2000"]
-        done = subprocess.run(
-            [*command, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=120, check=True
-        )
-        title = re.search(r"<title>(.*?)</title>", done.stdout, re.DOTALL).group(1)
-        return json.loads(title.replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">"))
-
-    def test_a_heading_sorts_its_table(self, results, tmp_path):
-        script = """
-            const button = [...document.querySelectorAll("section[aria-labelledby=cifar10] thead button")]
-                .find((b) => b.textContent === "last epoch");
-            const column = button.dataset.column;
-            const read = () => [...button.closest("table").tBodies[0].rows].map((r) => r.cells[column].dataset.value);
-            window.out = [read()];
-            for (let click = 0; click < 3; click++) {
-                button.click();
-                window.out.push([button.closest("th").getAttribute("aria-sort"), read()]);
-            }"""
-        before, *after = self.run(write_page(once(results), tmp_path / "r.html"), script, tmp_path)
-        assert before != sorted(before, key=float)
-        assert after == [
-            ["descending", sorted(before, key=float, reverse=True)],
-            ["ascending", sorted(before, key=float)],
-            [None, before],
-        ]
-
-    def test_the_explorer_counts_as_truncate_does(self, results, tmp_path):
-        script = """
-            const part = (name) => document.querySelector(`[data-part=${name}]`);
-            const network = [...part("network").options].findIndex((o) => o.text === "mnist/cp-rmsprop, seed 0");
-            part("network").value = network;
-            part("network").dispatchEvent(new Event("change"));
-            window.out = [];
-            for (const stop of [0, 4, 8]) {
-                part("rate").value = stop;
-                part("rate").dispatchEvent(new Event("input"));
-                window.out.push(["removed", "accuracy", "weights", "terms"].map((name) => part(name).textContent));
-                window.out.push([...part("layers").querySelectorAll("p")].map((p) => p.textContent));
-            }"""
-        out = self.run(write_page(once(results), tmp_path / "r.html"), script, tmp_path)
-        networks = next(iter(blocks(once(results).sections, Explorer))).networks
-        network = next(n for n in networks if n["name"] == "mnist/cp-rmsprop, seed 0")
-        ranks, sizes = [11, 270, 128, 10], [1 + 1 + 32 + 6, 1 + 32 + 64 + 6, 1 + 9216 + 128, 1 + 128 + 10]
-        for stop, (removed, accuracy, weights, terms), layers in zip((0, 4, 8), out[::2], out[1::2], strict=True):
-            rate = network["rates"][stop]
-            kept = [max(1, rank - int(rank * rate + 1e-9)) for rank in ranks]
-            left = 1_226_042 - sum((rank - k) * size for rank, k, size in zip(ranks, kept, sizes, strict=True))
-            assert removed == f"{100 * rate:g} %"
-            assert accuracy.startswith(f"{network['accuracy'][stop]:.2f} %")
-            assert weights.startswith(f"{left / 1e6:.2f} M")
-            assert terms == f"{sum(kept)}of 419"
-            assert [text.partition(",")[0] for text in layers] == (
-                [f"{k} of {rank} terms" for k, rank in zip(kept, ranks, strict=True)]
-            )
-
-    def test_hostile_records_run_nothing(self, hostile, tmp_path):
-        script = """
-            window.out = [document.querySelector("[data-part=layers] h4").textContent,
-                          document.scripts.length, document.images.length]"""
-        page = write_report(hostile, tmp_path / "r.html")
-        page.write_text(page.read_text().replace("<head>", "<head><script>window.alert = () => { throw 1 }</script>"))
-        name, scripts, images = self.run(page, script, tmp_path)
-        assert (name, scripts, images) == (HOSTILE, 4, 0)  # ours, the data, and the two of this test
 
 
 def test_sections_have_keys_of_their_own(results):
@@ -523,3 +286,29 @@ def test_a_page_of_five_thousand_records(tmp_path):
     assert len(grid.rows) == 50
     assert {row[6].text for row in grid.rows} == {"100"}
     parsed(write_page(document, tmp_path / "r.html").read_text())
+
+
+def test_the_second_protocol_beside_the_first(results, tmp_path):
+    """Its records lie in a folder of their own; runs of the first with the same settings count, cuts go by network."""
+    folder = shutil.copytree(results, tmp_path / "results")
+    assert "code" not in {section.key for section in once(results).sections}
+    draw = synthetic_results.random.Random(0)
+    cuts = []
+    for seed, (accuracy, network) in enumerate([(87.0, "a"), (87.1, "a"), (88.9, "b"), (89.0, "b")]):
+        cut = synthetic_results.run("compress-cifar10/25", seed, accuracy, 6_941_305, paper.CIFAR10, draw)
+        cuts.append(cut | {"truncation_result": {"network": network}})
+    ranks = [
+        {"table": "lenet-ranks", "row": "lenet-ranks/features.0", "seed": seed, "rank": 9 + seed} for seed in range(3)
+    ]
+    (folder / "code").mkdir()
+    (folder / "code/all.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (*cuts, *ranks)))
+    section = next(section for section in build(folder).sections if section.key == "code")
+    grids = {grid.caption.partition(":")[0]: grid for grid in blocks([section], Grid)}
+    (row,) = grids["Compression on CIFAR-10"].rows
+    assert [cell.text for cell in row[4:7]] == ["88.00 ± 1.10", "4", "−1.10"]
+    assert row[7].value == pytest.approx(nested_difference([[87.0, 87.1], [88.9, 89.0]], 89.10, 0.02).p)
+    assert row[7].value > 0.3  # two networks that differ tell little; four runs would
+    plain = next(row for row in grids["LeNet-like on MNIST"].rows if row[0].text == "none, SGD")
+    assert plain[3].text == plain[4].text  # the same runs
+    first = next(grid for name, grid in grids.items() if "stopping rule" in name).rows[0]
+    assert [cell.text for cell in first] == ["features.0", "11", "10.0 ± 1.0", "3"]

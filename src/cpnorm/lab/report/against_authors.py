@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cpnorm.lab.paper.authors_runs import Curves, authors_runs
+from cpnorm.lab.report.drawing import INK, style
 from cpnorm.lab.report.statistics import Difference, summarize, welch
 
 if TYPE_CHECKING:
@@ -79,13 +80,14 @@ def _matrix(runs: Sequence[Curves], metric: str) -> np.ndarray:
     return np.array([list(run[metric])[:epochs] for run in runs], dtype=float)
 
 
+@style()
 def draw_curves(runs: Mapping[str, Sequence[Curves]], rows: Sequence[str]) -> Figure:
     """Draw our curves over the authors': mean and range of the runs of each side, a line of panels per metric."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.2 * len(rows), 5.6), layout="constrained")
     panels = figure.subplots(len(METRICS), len(rows), squeeze=False)
-    sides = (("the authors", "#f08c2e", authors_runs()), ("ours", "#3b82f6", runs))
+    sides = (("the authors", INK["s1"], authors_runs()), ("ours", INK["s2"], runs))
     for column, row in enumerate(rows):
         for line, (metric, label) in enumerate(METRICS.items()):
             panel = panels[line][column]
@@ -99,6 +101,5 @@ def draw_curves(runs: Mapping[str, Sequence[Curves]], rows: Sequence[str]) -> Fi
             panel.set(title=row if line == 0 else None, xlabel="epoch", ylabel=label)
             if metric == "loss":
                 panel.set_yscale("log")
-            panel.grid(alpha=0.2)
         panels[0][column].legend(fontsize="small", frameon=False)
     return figure

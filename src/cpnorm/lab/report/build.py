@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.paper.tables import Table
-from cpnorm.lab.report import charts, explorer, figures, recipes, story
+from cpnorm.lab.report import charts, code_protocol, explorer, figures, recipes, story
 from cpnorm.lab.report.ablations import explanations
 from cpnorm.lab.report.claims import claims
 from cpnorm.lab.report.comparison import LAST, Comparison, compare, exact_bound
@@ -59,6 +59,7 @@ def build(results: str | Path, data_dir: str | Path | None = None) -> Document:
             [Fold("How to read the tables", [Text(READING)])],
             [table_section(table, compared[table.key], records) for table in paper.tables()],
         ),
+        *([coded] if (coded := code_protocol.section(records, Path(results))) else []),
         recipes.section(records, own),
         explorer_section(records),
         figures_section(records, data_dir, Path(results) / "figures"),

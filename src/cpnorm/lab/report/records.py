@@ -85,9 +85,14 @@ class Records:
     """The content of a results folder."""
 
     runs: dict[str, list[Run]] = field(default_factory=dict)  # by row, ordered by seed
-    ranks: dict[tuple[str, str], RankEstimate] = field(default_factory=dict)  # by table and layer
+    estimates: dict[tuple[str, str], dict[int, RankEstimate]] = field(default_factory=dict)  # by table, layer and seed
     explanations: dict[str, str] = field(default_factory=dict)  # by row: why it differs from the paper
     environments: list[Mapping[str, Any]] = field(default_factory=list)  # of every record that has one
+
+    @property
+    def ranks(self) -> dict[tuple[str, str], RankEstimate]:
+        """Return one estimated rank by table and layer: that of the first seed."""
+        return {key: by_seed[min(by_seed)] for key, by_seed in self.estimates.items()}
 
     def finished(self, row: str) -> list[Run]:
         """Return the runs of a row that did not diverge."""
@@ -126,7 +131,8 @@ def read_results(folder: str | Path) -> Records:
                 try:
                     if "rank" in line and "test_accuracy_last" not in line:
                         estimate = _estimate(line)
-                        records.ranks[estimate.table, estimate.layer] = estimate
+                        by_seed = records.estimates.setdefault((estimate.table, estimate.layer), {})
+                        by_seed[_count(line.get("seed", 0), "seed")] = estimate
                     else:
                         run = _run(line)
                         runs[run.row, run.seed] = run

@@ -1,0 +1,223 @@
+"""The section on the second protocol: the paper's rows with the settings of the authors' code instead of its text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from cpnorm.lab.paper.authors_runs import Curves, authors_runs
+from cpnorm.lab.paper.protocols import CODE
+from cpnorm.lab.paper.tables import Row, Table
+from cpnorm.lab.report import against_authors
+from cpnorm.lab.report.comparison import Comparison, compare, last_epochs, published_mean
+from cpnorm.lab.report.document import (
+    Cell,
+    Column,
+    Fold,
+    Gallery,
+    Grid,
+    Section,
+    Text,
+    mean_sd,
+    number,
+    p_cell,
+    signed,
+    words,
+)
+from cpnorm.lab.report.drawing import finish, style
+from cpnorm.lab.report.nested import by_network, nested_difference
+from cpnorm.lab.report.records import Records, Run, numbers, read_results
+from cpnorm.lab.report.statistics import Difference, summarize
+
+
+def section(records: Records, results: Path) -> Section | None:
+    """Return the section, or None where the results have no records of the second protocol."""
+    folder = CODE.below(results)
+    if not folder.is_dir():
+        return None
+    coded = with_recorded(read_results(folder), records)
+    part = Section(
+        "code",
+        "With the settings of the authors' code",
+        [
+            Text(
+                "The tables above follow the text of the paper. Here the settings are those that the authors' public "
+                "code and logs show, fixed from that evidence before they were run. Three rows of CIFAR-10 with SGD "
+                "are an exception: their batch and momentum are fitted to the published accuracies, so that agreement "
+                "is a matter of choice. Runs of the tables above count here too where their settings are the same. "
+                "Cuts that start from several networks are tested with the network as the unit (a random effect), "
+                "everything else by Welch's test."
+            )
+        ],
+    )
+    for table in CODE.tables.values():
+        lines = [(row, compare(row, table, coded)) for row in table.rows if coded.finished(row.same_as or row.key)]
+        if table.ranks and any((table.key, layer.layer) in coded.estimates for layer in table.ranks):
+            part.blocks.append(rank_grid(table, coded))
+        elif lines and table.rows[0].published:
+            part.blocks.append(code_grid(table, lines, records, coded))
+        elif lines:
+            part.blocks.append(arms_grid(table, [row for row, _ in lines], coded))
+    missing = [r.key for t in CODE.tables.values() for r in t.rows if not coded.finished(r.same_as or r.key)]
+    if missing:
+        part.blocks.append(Fold(f"{len(missing)} rows not measured yet", [Text(f"{', '.join(missing)}.")]))
+    part.blocks.append(Fold("Evidence for the settings", [evidence_grid()]))
+    part.sections += authors_section({"text": records, "code": coded})
+    return part
+
+
+def with_recorded(coded: Records, records: Records) -> Records:
+    """Return the records of the protocol with those of the first one that have the very same settings."""
+    runs: dict[str, list[Run]] = {}
+    for key, row in CODE.rows().items():
+        there = coded.runs.get(key, []) + [run for other in row.recorded_as for run in records.runs.get(other, [])]
+        if there:
+            runs[key] = there
+    return replace(coded, runs=runs)
+
+
+def code_grid(table: Table, lines: list[tuple[Row, Comparison]], records: Records, coded: Records) -> Grid:
+    """Return a table of the paper beside both protocols."""
+    rows = []
+    for row, entry in lines:
+        difference = _difference(row, entry, coded)
+        rows.append(
+            [
+                words(row.name),
+                words(_verdict(entry, difference), entry.status),
+                mean_sd(entry.published),
+                mean_sd(last_epochs(records.finished(row.same_as or row.key))),
+                mean_sd(entry.last),
+                Cell(str(entry.runs), entry.runs),
+                signed(difference.value if difference else None),
+                p_cell(difference.p if difference else None),
+            ]
+        )
+    columns = [
+        Column("row", words=True),
+        Column("verdict", words=True),
+        Column("mean ± sd", "paper"),
+        Column("text", "ours, settings of the"),
+        *(Column(name, "ours, settings of the") for name in ("code", "n")),
+        *(Column(name, "code − paper") for name in ("points", "p")),
+    ]
+    return Grid(f"{table.title}: accuracy of the last epoch under both protocols", columns, rows)
+
+
+def _difference(row: Row, entry: Comparison, coded: Records) -> Difference | None:
+    """Return the difference from the paper; of cuts from several networks with the network as the unit."""
+    if row.truncation is None or not row.published:
+        return entry.difference
+    groups = by_network(coded.finished(row.key))
+    return nested_difference(groups, published_mean(row), row.published.sd) if groups else None
+
+
+def _verdict(entry: Comparison, difference: Difference | None) -> str:
+    position = entry.words.partition(",")[0].partition(";")[0]
+    if difference is None or difference.p is None:
+        return position
+    return f"{position}, {'different' if difference.significant else 'no difference shown'}"
+
+
+def rank_grid(table: Table, coded: Records) -> Grid:
+    """Return published ranks beside those that the authors' stopping rule gives, over several networks."""
+    rows = []
+    for layer in table.ranks:
+        estimates = coded.estimates.get((table.key, layer.layer), {})
+        found = summarize(float(estimate.rank) for estimate in estimates.values())
+        row = [words(layer.layer), number(layer.rank, 0), mean_sd(found, 1), Cell(str(len(estimates)), len(estimates))]
+        rows.append(row)
+    columns = [Column("layer", words=True), Column("published rank"), Column("ours"), Column("networks")]
+    return Grid(f"{table.title}, estimated by the authors' stopping rule: mean ± sd over networks", columns, rows)
+
+
+def arms_grid(table: Table, rows: list[Row], coded: Records) -> Grid:
+    """Return the second arms: rows with one setting changed, beside the unchanged row."""
+    lines = []
+    for row in rows:
+        runs = coded.finished(row.key)
+        unchanged = last_epochs(coded.finished(row.variant_of)) if row.variant_of else None
+        lines.append(
+            [
+                words(row.key.partition("/")[2]),
+                words(row.name),
+                mean_sd(last_epochs(runs)),
+                Cell(str(len(runs)), len(runs)),
+                words(row.variant_of or ""),
+                mean_sd(unchanged),
+            ]
+        )
+    columns = [
+        Column("row", words=True),
+        Column("change", words=True),
+        *(Column(name, "changed") for name in ("last epoch", "n")),
+        Column("row", "unchanged", words=True),
+        Column("last epoch", "unchanged"),
+    ]
+    return Grid(table.title, columns, lines)
+
+
+def evidence_grid() -> Grid:
+    """Return where the settings of every row come from."""
+    columns = [Column("row", words=True), Column("evidence", words=True)]
+    rows = [[words(row.key), words(row.evidence)] for row in CODE.rows().values() if row.evidence]
+    return Grid("Where the settings come from; commits are those of the authors' repository", columns, rows)
+
+
+# --- MNIST beside the authors' own runs -------------------------------------------------------------------------------
+
+
+def authors_section(protocols: dict[str, Records]) -> list[Section]:
+    """Return our MNIST runs beside the authors' own, whose logs have every epoch."""
+    grids, drawings = [], []
+    for name, records in protocols.items():
+        runs = {row: _curves(records, row) for row in authors_runs()}
+        found = against_authors.agreement(runs)
+        if not found:
+            continue
+        columns = [
+            Column("row", words=True),
+            *(Column(side, "runs") for side in ("ours", "the authors'")),
+            *(Column(of, "last epoch, ours − theirs") for of in ("points", "p")),
+            *(Column(label, "p of equal mean curves") for label in against_authors.METRICS.values()),
+        ]
+        rows = [
+            [
+                words(entry.row),
+                Cell(str(entry.ours), entry.ours),
+                Cell(str(entry.theirs), entry.theirs),
+                signed(entry.last.value if entry.last else None),
+                p_cell(entry.last.p if entry.last else None),
+                *(p_cell(entry.curves[metric]) for metric in against_authors.METRICS),
+            ]
+            for entry in found
+        ]
+        caption = f"Settings of the {name}. The test of curves exchanges whole runs between both sides."
+        grids.append(Grid(caption, columns, rows))
+        shown = [entry.row for entry in found if "/cp-" in entry.row]
+        if shown:
+            with style():
+                drawings.append(
+                    finish(
+                        against_authors.draw_curves(runs, shown),
+                        f"authors-{name}",
+                        f"Our MNIST runs over the authors' own, settings of the {name}",
+                        f"Settings of the {name}: mean and range of our MNIST runs over the authors' own.",
+                    )
+                )
+    if not grids:
+        return []
+    text = Text("The authors' repository has the logs of their own MNIST runs, so that whole curves can be compared.")
+    folded = [Fold("The curves", [Gallery(drawings)])] if drawings else []
+    return [Section("authors", "MNIST beside the authors' own runs", [text, *grids, *folded])]
+
+
+def _curves(records: Records, row: str) -> list[Curves]:
+    """Return the curves of the finished runs of a row that have all of them."""
+    found: list[Curves] = []
+    for run in records.finished(row):
+        curve = run.raw.get("curve")
+        curves = {metric: numbers(curve.get(metric)) for metric in against_authors.METRICS} if curve else {}
+        if curves and all(curves.values()):
+            found.append(curves)
+    return found
