@@ -49,8 +49,7 @@ SHARES = (0.5, 0.33, 0.2, 0.1, 0.05, 0.03, 0.02)
 PUBLISHED = {"resnet20": "resnet20-cifar10", "resnet56": "resnet56-cifar10"}
 HELD_OUT = 1024  # training images that decide whether batch-norm statistics are estimated anew
 SHARD = 15 * 2**20  # bytes of a file with dense weights
-SMALL = {"optimizer": "adamw", "lr": 1e-3, "batch_size": 256, "weight_decay": 0.01}  # ResNet-20 and -56
-LARGE = {"optimizer": "adamw", "lr": 1e-3, "batch_size": 512, "weight_decay": 0.01}  # ResNet-18 and VGG-16
+BATCH = {"resnet20": 256, "resnet56": 256, "resnet18": 512, "vgg16": 512}  # images a step of fine-tuning
 
 
 def main() -> None:
@@ -194,7 +193,8 @@ class Run:
                 continue
             twin, recipe = copy.deepcopy(model), self._recipe(seed)
             if self.args.form == "plain" and cpnorm.canonical_layers(twin):
-                twin = cpnorm.factorize(twin, self.calibration[0][0][:1], goal="parameters", measure=False)
+                image = self.calibration[0][0][:1]
+                twin = cpnorm.factorize(twin.train(), image, goal="parameters", measure=False)  # with its batch norms
             started = time.perf_counter()
             history = finetune(twin, self.data, recipe, teacher=self.network, test_every=self.args.test_every)
             seconds = time.perf_counter() - started
@@ -218,7 +218,7 @@ class Run:
 
     def _recipe(self, seed: int) -> Recipe:
         args = self.args
-        settings: dict[str, Any] = dict(SMALL if args.network in PUBLISHED else LARGE)
+        settings: dict[str, Any] = {"batch_size": BATCH[args.network]}
         given = ("lr", "batch_size", "optimizer", "distillation", "temperature", "averaging", "weight_decay")
         settings |= {name: getattr(args, name) for name in given if getattr(args, name) is not None}
         if args.data == "svhn":

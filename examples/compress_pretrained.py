@@ -59,9 +59,7 @@ def compress(dense: nn.Module, share: float, data: ImageSet, args: argparse.Name
 
 def recipe(args: argparse.Namespace) -> Recipe:
     precision = "bf16" if args.device == "cuda" else "fp32"
-    return Recipe(
-        epochs=args.epochs, optimizer="adamw", lr=1e-3, batch_size=256, weight_decay=0.01, precision=precision
-    )
+    return Recipe(epochs=args.epochs, precision=precision)
 
 
 def count(model: nn.Module) -> int:

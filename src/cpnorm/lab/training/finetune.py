@@ -33,7 +33,8 @@ class Recipe:
     Args:
         epochs: passes over the training images.
         lr: peak learning rate; it rises over ``warmup`` epochs, then falls to zero along a cosine.
-        optimizer: "sgd" (with Nesterov momentum) or "adamw".
+        optimizer: "adamw", for canonical layers with the learning rates of ``cpnorm.equal_angles``; or "sgd" with
+            Nesterov momentum, which wants a learning rate that suits the scale of every term.
         distillation: share of the loss that asks for the teacher's outputs; the rest asks for the labels. Without a
             teacher it is 0.
         temperature: the teacher's and the network's logits are divided by it for the distillation.
@@ -43,11 +44,11 @@ class Recipe:
     """
 
     epochs: float = 20
-    lr: float = 0.05
-    batch_size: int = 512
-    optimizer: Literal["sgd", "adamw"] = "sgd"
+    lr: float = 1e-3
+    batch_size: int = 256
+    optimizer: Literal["sgd", "adamw"] = "adamw"
     momentum: float = 0.9
-    weight_decay: float = 5e-4
+    weight_decay: float = 0.01
     warmup: float = 1.0
     distillation: float = 0.9
     temperature: float = 4.0
@@ -104,9 +105,9 @@ def finetune(
     >>> from cpnorm.lab.data.images import load
     >>> data = load("digits")
     >>> dense = nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
-    >>> history = finetune(dense, data, Recipe(epochs=2, batch_size=64, augment="none"))
+    >>> history = finetune(dense, data, Recipe(epochs=4, batch_size=64, augment="none"))
     >>> len(history), history[-1]["test_accuracy"] > 80
-    (2, True)
+    (4, True)
     """
     recipe = recipe or Recipe()
     device = next(model.parameters()).device
@@ -224,11 +225,11 @@ class _Training:
     def average(self, step: int, total: int) -> None:
         """Move the averaged weights towards the network's; the window grows until it is as long as asked for."""
         window = min(1 + step / 4, max(1.0, self.recipe.averaging * total))
-        for part in (nn.Module.parameters, self._means):
-            torch._foreach_lerp_(list(part(self.averaged)), list(part(self.model)), 1 / window)
+        averaged, current = ([*m.parameters(), *self._statistics(m)] for m in (self.averaged, self.model))
+        torch._foreach_lerp_(averaged, current, 1 / window)
 
     @staticmethod
-    def _means(model: nn.Module) -> Iterator[Tensor]:
+    def _statistics(model: nn.Module) -> Iterator[Tensor]:
         return (buffer for buffer in model.buffers() if buffer.is_floating_point())
 
     def mean_loss(self, steps: int) -> float:
