@@ -160,11 +160,8 @@ def by_cpnorm(model: nn.Module, share: float, tokens: Tensor, batch: int, every:
         stack_siblings(small, example, skip)
     cpnorm.canonical_norm(small, skip=skip)
     data = [({"input_ids": rows, "use_cache": False}, None) for rows in tokens.split(batch)]
-    cpnorm.truncate(small, params=budget, data=data, **CUT)
+    cpnorm.truncate(small, params=budget, data=data)
     return small
-
-
-CUT: dict[str, Any] = {"criterion": "gram", "refit": "outputs"}
 
 
 def count(model: nn.Module) -> int:

@@ -143,7 +143,7 @@ def test_arithmetic_is_within_its_budget() -> None:
 
 def labelled(model: nn.Module) -> tuple[Tensor, Tensor]:
     """Inputs with the answers of the model itself: its accuracy is 1."""
-    x = images(128)
+    x = images(64)
     with torch.no_grad():
         return x, model(x).argmax(1)
 
@@ -214,7 +214,7 @@ def test_progress_is_told_and_the_report_prints() -> None:
     told: list[tuple[str, int, int]] = []
     model = nn.Sequential(network(), nn.LSTM(24, 8))
     small = cpnorm.shrink(model, images(), parameters=0.6, skip="0.0", progress=lambda *what: told.append(what))
-    assert ("cutting", 0, 1) in told
+    assert any(what.startswith("cutting: ") for what, _, _ in told)
     assert told[-1] == ("done", 1, 1)
     assert all(0 <= done <= total for _, done, total in told)
     reasons = {each.name: each.reason for each in small.report.dense}

@@ -461,3 +461,13 @@ def test_a_budget_that_is_met_already_changes_nothing_and_says_so() -> None:
     with pytest.warns(UserWarning, match=r"params=1,000,000 is no less than the 2,737 that the model has: nothing"):
         truncate(model, params=10**6)
     assert unchanged(model, state)
+
+
+def test_a_truncated_model_computes_with_its_new_terms_in_evaluation() -> None:
+    """Where weights are kept until a parameter changes."""
+    model, x = cpnorm.canonical_norm(nn.Sequential(nn.Linear(32, 32))).eval(), torch.randn(8, 32)
+    with torch.no_grad():
+        before = model(x)
+        truncate(model, rate=0.5)
+        torch.testing.assert_close(model(x), cpnorm.fold(copy.deepcopy(model))(x))
+        assert (model(x) - before).norm() > 0.1 * before.norm()
