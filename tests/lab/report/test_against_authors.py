@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from cpnorm.lab.paper.authors_runs import authors_runs
+from cpnorm.lab.report import code_protocol
 from cpnorm.lab.report.against_authors import agreement, draw_curves, same_curves
 from cpnorm.lab.report.nested import nested_difference
+from cpnorm.lab.report.records import Records, Run
 
 
 def test_the_authors_runs_give_their_published_numbers() -> None:
@@ -81,3 +83,18 @@ def test_the_size_of_the_nested_test() -> None:
         theirs = 88 + effects[3] + draw.normal(0, 0.05, 8)
         significant += nested_difference(groups, float(theirs.mean()), float(theirs.std())).significant
     assert 4 <= significant <= 36
+
+
+def run_of(row: str, seed: int, accuracy: float) -> Run:
+    return Run(row.partition("/")[0], row, seed, accuracy, accuracy, 1, None, (accuracy,), 1.0, {})
+
+
+def test_distinct_rows_are_counted_once() -> None:
+    """CP with SGD also stands in two other tables, which copy it."""
+    close = [run_of("cifar10/cp-sgd", seed, 88.3 + 0.1 * seed) for seed in range(3)]
+    far = [run_of("mnist/cp-sgd", seed, 90.0 + 0.1 * seed) for seed in range(3)]
+    records = Records(runs={"cifar10/cp-sgd": close, "mnist/cp-sgd": far})
+    text = code_protocol.agreement_sentence(records)
+    assert text.startswith(
+        "2 of 34 distinct rows are measured under this protocol. 1 of them agree with the paper: 1 lie"
+    )

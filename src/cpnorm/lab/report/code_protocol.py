@@ -27,7 +27,7 @@ from cpnorm.lab.report.document import (
 from cpnorm.lab.report.drawing import finish, style
 from cpnorm.lab.report.nested import by_network, nested_difference
 from cpnorm.lab.report.records import Records, Run, numbers, read_results
-from cpnorm.lab.report.statistics import Difference, summarize
+from cpnorm.lab.report.statistics import SIGNIFICANT, Difference, holm, summarize
 
 
 def section(records: Records, results: Path) -> Section | None:
@@ -50,6 +50,7 @@ def section(records: Records, results: Path) -> Section | None:
             )
         ],
     )
+    part.blocks.append(Text(agreement_sentence(coded)))
     for table in CODE.tables.values():
         lines = [(row, compare(row, table, coded)) for row in table.rows if coded.finished(row.same_as or row.key)]
         if table.ranks and any((table.key, layer.layer) in coded.estimates for layer in table.ranks):
@@ -64,6 +65,22 @@ def section(records: Records, results: Path) -> Section | None:
     part.blocks.append(Fold("Evidence for the settings", [evidence_grid()]))
     part.sections += authors_section({"text": records, "code": coded})
     return part
+
+
+def agreement_sentence(coded: Records) -> str:
+    """Say how many distinct rows agree with the paper; rows that show the runs of another one count once."""
+    tables = [table for table in CODE.tables.values() if table.rows and table.rows[0].published]
+    rows = [(row, table) for table in tables for row in table.rows if row.published and not row.same_as]
+    entries = [(row, compare(row, table, coded)) for row, table in rows if coded.finished(row.key)]
+    differences = [_difference(row, entry, coded) for row, entry in entries]
+    corrected = holm([difference.p if difference else None for difference in differences])
+    within = [entry.status == "within" for _, entry in entries]
+    alike = [close or (p is not None and p >= SIGNIFICANT) for close, p in zip(within, corrected, strict=True)]
+    return (
+        f"{len(entries)} of {len(rows)} distinct rows are measured under this protocol. {sum(alike)} of them agree "
+        f"with the paper: {sum(within)} lie within one published standard deviation, the others show no significant "
+        "difference after Holm's correction over all of them."
+    )
 
 
 def with_recorded(coded: Records, records: Records) -> Records:
