@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from cpnorm import canonical_norm
+from cpnorm.deploy.equivalence import compare
 from cpnorm.deploy.factorization import choose_forms, factorize
+from cpnorm.deploy.tracing import trace
 from laws import close
 
 
@@ -142,3 +146,36 @@ def test_precisions_and_names_of_calls() -> None:
     assert choice.layers["a"].form == "low-rank"
     assert choice.layers["b"].reason == "called in another precision than its own"
     close(choice.apply(model)(x), model(x), 0.02)
+
+
+class Quantized(torch.Tensor):
+    """Stands for a tensor of torchao, which keeps integers."""
+
+
+def test_tools_that_rewrite_layers_are_told_what_to_call_first() -> None:
+    """torchao's quantisation assigns a tensor of its own, torch's fusion a scaled one."""
+    model = canonical_norm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).eval(), 2, "kaiming_normal")
+    with pytest.raises(TypeError, match=r"got a Quantized: .* call cpnorm.factorize or cpnorm.fold first"):
+        model[0].weight = torch.zeros(8, 3, 3, 3).as_subclass(Quantized)
+    with pytest.raises(ValueError, match="the layer's 2 terms cannot hold the dense weight"):
+        torch.nn.utils.fusion.fuse_conv_bn_eval(model[0], model[1])
+    x = torch.randn(2, 3, 6, 6)
+    small = choose_forms(model, x, measure=False, forms={"0": "depthwise"}).apply(model)
+    close(small(x), model(x), 1e-5)
+
+
+def test_outputs_that_rounding_changes_are_compared_in_float64() -> None:
+    deep = canonical_norm(nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(2))).eval(), 4, "kaiming_normal")
+    traced = trace(deep, y := torch.randn(3, 16))
+    other = copy.deepcopy(traced.dense)
+    with torch.no_grad():
+        other[0].weight.mul_(1.01)
+    assert "outputs compared in float32" in str(choose_forms(deep, y, measure=False))
+    assert compare(other, traced) is None  # wrong in float64 too
+    rounded = copy.deepcopy(traced.dense)
+    rounded.register_forward_hook(
+        lambda module, inputs, output: output + (0.02 if output.dtype == torch.float32 else 0)
+    )
+    assert compare(rounded, traced) == "float64"
+    assert compare(traced.dense, traced) == "float32"
+    assert compare(traced.dense.double(), trace(deep.double(), y.double())) == "float64"

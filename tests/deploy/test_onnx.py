@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import laws
-from cpnorm import canonical_layers, canonical_norm
+from cpnorm import canonical_layers, canonical_norm, fold
 from cpnorm.deploy.factorization import factorize
 from cpnorm.deploy.forms import chain, forms_of
 from cpnorm.deploy.onnx import export_onnx
+from small_network import image, network
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra cpnorm[onnx]")
 BATCHED = [case for case in laws.CASES if "unbatched" not in case.name and case.name != "linear-1d"]
@@ -36,17 +37,6 @@ def run(path: Path, *inputs: Tensor) -> list[Tensor]:
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     feeds = {wanted.name: x.numpy() for wanted, x in zip(session.get_inputs(), inputs, strict=True)}
     return [torch.from_numpy(y) for y in session.run(None, feeds)]
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    layers = [nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 48, 3, padding=1), nn.ReLU()]
-    model = nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(768, 64), nn.ReLU(), nn.Linear(64, 10))
-    return canonical_norm(model, {"0": 6, "3": 12, "7": 8, "9": 8}, "kaiming_normal")
-
-
-def image(batch: int) -> Tensor:
-    return torch.randn(batch, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 
 
 def test_law_every_layer_folded(tmp_path: Path) -> None:
@@ -72,6 +62,18 @@ def test_law_every_form_of_every_layer(tmp_path: Path) -> None:
     export_onnx(Together(chains), tuple(inputs), tmp_path / "forms.onnx", dynamic_batch=False)
     for got, want in zip(run(tmp_path / "forms.onnx", *inputs), expected, strict=True):
         laws.close(got, want, 1e-5)
+
+
+def test_a_truncated_model_is_written_small(tmp_path: Path) -> None:
+    """As small as its terms: the dense file is another, and asked for by fold."""
+    model = network().eval()
+    export_onnx(model, image(1), tmp_path / "small.onnx")
+    export_onnx(fold(copy.deepcopy(model)), image(1), tmp_path / "dense.onnx")
+    smallest = factorize(model, image(1), goal="parameters", measure=False)
+    size = sum(4 * p.numel() for p in smallest.parameters())
+    assert (tmp_path / "small.onnx").stat().st_size < size + 20_000
+    assert (tmp_path / "dense.onnx").stat().st_size > 3 * size
+    laws.close(run(tmp_path / "small.onnx", image(3))[0], model(image(3)), 1e-4)
 
 
 def test_a_factorised_model(tmp_path: Path) -> None:
@@ -131,14 +133,14 @@ def test_a_file_that_computes_something_else_is_not_kept(tmp_path: Path, monkeyp
             return [2 * y for y in super().run(*args)]
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", Doubled)
-    with pytest.raises(RuntimeError, match="computes something else"):
+    with pytest.raises(RuntimeError, match="the ONNX file differs from the model"):
         export_onnx(nn.Linear(4, 3), torch.randn(2, 4), tmp_path / "layer.onnx")
     assert os.listdir(tmp_path) == []
 
 
 def test_the_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"needs onnx and onnxscript: pip install 'cpnorm\[onnx\]'"):
+    with pytest.raises(ImportError, match=r"requires onnx and onnxscript: pip install 'cpnorm\[onnx\]'"):
         export_onnx(nn.Linear(4, 3), torch.randn(2, 4), tmp_path / "layer.onnx")
 
 

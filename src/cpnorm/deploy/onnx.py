@@ -1,4 +1,4 @@
-"""ONNX files of canonical, folded and factorised models, checked against onnxruntime before they get their name."""
+"""Export models as ONNX files, compared with onnxruntime before they get their name."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from cpnorm._checks import Inputs, as_arguments, check_model
-from cpnorm.nn.convert import fold
+from cpnorm.deploy.factorization import choose_forms
+from cpnorm.nn.convert import canonical_layers
 
-LARGEST = 2**31 - 2**20  # of one ONNX file
+LARGEST = 2**31 - 2**20  # bytes of one ONNX file
 
 
 def export_onnx(
@@ -31,30 +32,35 @@ def export_onnx(
     dynamic_batch: bool = True,
     check: bool = True,
 ) -> None:
-    """Write an ONNX file of the model in evaluation mode; the model itself is left alone.
+    """Write an ONNX file of the model in eval mode; the model does not change.
 
-    Canonical layers are folded in the copy that is written: to write small layers, ``factorize`` the model first.
+    Each canonical layer is written in its smallest form: as a chain of small layers where that has fewer parameters,
+    else dense. Call ``factorize`` first for the fastest forms, or ``fold`` for dense layers.
 
     Args:
-        model: canonical, factorised or plain.
+        model: a canonical, factorised or plain model.
         example_input: a tensor, a tuple of arguments or a dict of keyword arguments.
-        path: of the file, which appears under this name only when it is whole and checked.
-        dynamic_batch: the first dimension of all inputs may have any size in the file, else that of the example.
+        path: of the file, which appears under this name only when it is complete and checked.
+        dynamic_batch: allow any size of the first dimension of all inputs in the file, else that of the example.
         check: compare the file's outputs with the model's, if onnxruntime is installed.
     """
     missing = [package for package in ("onnx", "onnxscript") if importlib.util.find_spec(package) is None]
     if missing:
-        raise ImportError(f"export_onnx needs {' and '.join(missing)}: pip install 'cpnorm[onnx]'")
+        raise ImportError(f"export_onnx requires {' and '.join(missing)}: pip install 'cpnorm[onnx]'")
     check_model(model)
     with torch.autocast("cpu", enabled=False):  # whatever surrounds this call
         _export(model, example_input, Path(path), dynamic_batch, check)
 
 
 def _export(model: nn.Module, example_input: Inputs, path: Path, dynamic_batch: bool, check: bool) -> None:
-    plain = fold(copy.deepcopy(model)).eval().cpu()
+    if canonical_layers(model):
+        choice = choose_forms(model, example_input, measure=False, goal="parameters")
+        plain = choice.apply(copy.deepcopy(model).eval()).cpu()
+    else:
+        plain = copy.deepcopy(model).eval().cpu()
     size = sum(p.numel() * p.element_size() for p in (*plain.parameters(), *plain.buffers()))
     if size > LARGEST:
-        raise ValueError(f"expected at most {LARGEST} bytes of weights, which is all an ONNX file holds, got {size}")
+        raise ValueError(f"expected at most {LARGEST} bytes of parameters, the limit of one ONNX file, got {size}")
     args, kwargs = _arguments(example_input)
     if dynamic_batch:
         args, kwargs = _resized((args, kwargs), 2)  # a batch of one would be taken for a constant
@@ -62,7 +68,7 @@ def _export(model: nn.Module, example_input: Inputs, path: Path, dynamic_batch: 
         single = isinstance(plain(*args, **kwargs), Tensor)
 
     if not path.name or not path.parent.is_dir():
-        raise FileNotFoundError(f"expected a file in a folder that is there, got {path}")
+        raise FileNotFoundError(f"expected a file in a folder that exists, got {path}")
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.onnx")
     try:
         with _quiet():
@@ -85,7 +91,7 @@ def _export(model: nn.Module, example_input: Inputs, path: Path, dynamic_batch: 
     except OSError as error:
         if error.errno is None or error.filename not in (None, str(draft), draft):
             raise  # about some other file
-        raise OSError(error.errno, error.strerror, str(path)) from error  # not the draft's name
+        raise OSError(error.errno, error.strerror, str(path)) from error  # with the name that was asked for
     finally:
         draft.unlink(missing_ok=True)
 
@@ -95,7 +101,7 @@ def _arguments(example_input: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _resized(inputs: Any, batch: int | None) -> Any:
-    """All tensors with this batch size, made of their own rows over and over; None: as they are."""
+    """Return all tensors with this batch size, by repeating their rows; None leaves them as they are."""
 
     def resize(x: Tensor) -> Tensor:
         if batch is None or x.ndim == 0:
@@ -116,14 +122,14 @@ def _batch_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _forget_traces(graph: Any) -> None:
-    """The exporter notes the lines of code behind every node, with the folders of this machine."""
+    """Remove the source lines that the exporter notes for every node, with the folders of this machine."""
     for thing in (graph, *graph.inputs, *graph.initializers.values(), *graph.all_nodes()):
         thing.metadata_props.clear()
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter warns of its own deprecations and of packages nobody asked for: silence, errors excepted."""
+    """Silence the exporter, which warns of its own deprecations and of optional packages; errors still show."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -141,22 +147,24 @@ def _check(path: Path, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if any(x.dtype == torch.bfloat16 for x in (*tensors, *model.parameters(), *model.buffers())):
-        return  # neither numpy nor onnxruntime's kernels know it
+        return  # numpy and onnxruntime's kernels do not support it
     try:
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     except NoKernel:
-        return  # for a layer in this precision, such as a convolution in float64
+        return  # onnxruntime has no such layer in this precision, such as a convolution in float64
     feeds = {wanted.name: x.numpy() for wanted, x in zip(session.get_inputs(), tensors, strict=True)}
     with torch.no_grad():
         outputs = [y for y in pytree.tree_leaves(model(*args, **kwargs)) if isinstance(y, Tensor)]
     for expected, value in zip(outputs, session.run(None, feeds), strict=True):
         got = torch.from_numpy(value)
-        if got.shape == expected.shape and expected.is_floating_point():  # infinities, such as masks, are equal or not
+        if got.shape == expected.shape and expected.is_floating_point():  # infinities, as in masks, must be equal
             finite = expected.isfinite()
             if not torch.equal(got[~finite].nan_to_num(), expected[~finite].nan_to_num()):
-                raise RuntimeError(f"the ONNX file computes something else for an output of {expected.shape}")
+                raise RuntimeError(f"the ONNX file has other infinities in an output of {tuple(expected.shape)}")
             got, expected = got[finite], expected[finite]
         tolerance = torch.finfo(expected.dtype).eps ** 0.5 if expected.is_floating_point() else 0.0
         error = (got.double() - expected.double()).norm() if got.shape == expected.shape else float("inf")
         if not error <= tolerance * expected.double().norm():
-            raise RuntimeError(f"the ONNX file computes something else: {error} away for an output of {expected.shape}")
+            raise RuntimeError(
+                f"the ONNX file differs from the model by {error} in an output of {tuple(expected.shape)}"
+            )

@@ -379,6 +379,11 @@ class CPLayer(nn.Module):
     def _exact_form(self, weight: Any) -> CPTensor:
         """Return this dense weight in the layer's modes and rank, or raise if the rank is too low for it."""
         expected = weight_shape(self)
+        if isinstance(weight, Tensor) and type(weight) not in (Tensor, nn.Parameter):  # as torchao assigns
+            raise TypeError(
+                f"expected a plain tensor as weight, got a {type(weight).__name__}: canonical layers cannot be "
+                "quantised; call cpnorm.factorize or cpnorm.fold first"
+            )
         if not isinstance(weight, Tensor) or tuple(weight.shape) != expected:
             got = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else f"a {type(weight).__name__}"
             raise ValueError(f"expected a tensor of shape {expected} as weight, got {got}")
