@@ -70,6 +70,8 @@ class Trace:
 
 def trace(model: nn.Module, example_input: Inputs) -> Trace:
     """Fold a copy of the model, run it once on the example input, and trace its graphs."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("expected a model with values, got parameters on the meta device")
     dense = fold(copy.deepcopy(model)).eval()
     calls, outputs = _observe(model, dense, example_input)
     again = pytree.tree_leaves(run(dense, example_input))
