@@ -171,6 +171,16 @@ def test_a_converted_shallow_copy_leaves_the_plain_layer_alone() -> None:
     close(copy.copy(model)(image()), model(image()), 1e-6)
 
 
+def test_folded_while_it_is_renormalised_it_is_a_plain_model() -> None:
+    model = cpnorm.canonical_norm(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    cpnorm.renormalize_after(optimizer, model)
+    model(image()).sum().backward()
+    optimizer.step()
+    expected = model(image())
+    close(cpnorm.fold(model)(image()), expected, 1e-5)
+
+
 # --- inference mode, nested tensors, skip_init --------------------------------------------------------------------
 
 

@@ -151,9 +151,9 @@ def fold(model: Module) -> Module:
             tied[key] = nn.Parameter(dense, requires_grad=module.lambdas.requires_grad)
     for module in layers:
         key = tie_key(module)
-        held = {name: p for name, p in module._parameters.items() if name not in ("sigma", "lambdas")}
-        rest = {name: child for name, child in module._modules.items() if name != "factors"}
-        module._parameters, module._modules = held, rest  # new ones: a shallow copy of the layer keeps its own
+        for name in ("sigma", "lambdas"):
+            del module._parameters[name]
+        del module._modules["factors"]
         folds_to = module._form.folds_to
         del module._form
         plain = cast(nn.Module, module)
