@@ -119,8 +119,8 @@ def label_points(axes: Axes, labels: Sequence[tuple[float, float, str]], marks: 
 
     Names that fit nowhere are left out: their points still have tooltips.
     """
-    figure = axes.get_figure(root=True)
-    assert figure is not None
+    figure = axes.figure
+    assert isinstance(figure, Figure)
     figure.draw_without_rendering()  # the layout must be final, or positions mean nothing
     figure.set_layout_engine("none")
     taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in axes.transData.transform(list(marks))]

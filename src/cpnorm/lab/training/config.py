@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, get_args, get_type_hints
 
 MODELS = ("alexnet", "lenet", "resnet18", "resnet20", "resnet56", "vgg16")
@@ -65,7 +66,7 @@ class Config:
     keep_best: bool = False  # keep the network of the best test epoch, too: a choice made on test data
 
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(Config).items():
+        for name, kind in _kinds().items():
             choices, value = get_args(kind), getattr(self, name)
             if choices and all(isinstance(c, str) for c in choices) and value not in choices:
                 raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {value!r}")
@@ -111,3 +112,9 @@ class Config:
         if unknown:
             raise ValueError(f"unknown settings: {', '.join(sorted(unknown))}")
         return cls(**values)
+
+
+@cache
+def _kinds() -> dict[str, Any]:
+    """Return the type of every setting; looking it up takes longer than all checks of a Config together."""
+    return get_type_hints(Config)
