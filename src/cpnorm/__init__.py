@@ -22,6 +22,7 @@ from cpnorm.nn.ranks import ranks_for_budget
 from cpnorm.compress.truncation import truncate
 from cpnorm.compress.report import Report
 from cpnorm.compress.gradual import GradualTruncation
+from cpnorm.compress.batch_norm import reestimate_batch_norm
 from cpnorm.describe.summarize import Summary, summary
 from cpnorm.deploy.factorization import Factorization, choose_forms, factorize
 from cpnorm.io.checkpoint import load, read_metadata, save
@@ -62,6 +63,7 @@ __all__ = [
     "truncate",
     "Report",
     "GradualTruncation",
+    "reestimate_batch_norm",
     "lambda_penalty",
     "summary",
     "Summary",

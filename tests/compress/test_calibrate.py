@@ -211,6 +211,22 @@ def test_layers_stay_dense_where_that_is_smaller() -> None:
         assert parameter.requires_grad
 
 
+def test_layers_that_stay_dense_make_up_for_those_before_them() -> None:
+    """The head has nothing to lose by a cut, and is at its best for what the cut layers hand it: no gradient is left."""
+    model, data = residual(), smooth_images(400, seed=1)
+    wanted = model(data).detach()
+    old_head = copy.deepcopy(model.head)
+    truncate(model, params=0.6, data=list(data.split(100)))
+    assert type(model.head) is nn.Linear
+    features = []
+    model.head.register_forward_hook(lambda _, args, __: features.append(args[0].detach()))
+    error = (model(data) - wanted).square().sum()
+    (gradient,) = torch.autograd.grad(error, model.head.weight)
+    before = torch.nn.functional.linear(features[0], model.head.weight.detach().requires_grad_())
+    assert (old_head(features[0]) - wanted).square().sum() > 1.2 * error
+    assert gradient.norm() < 0.02 * (before.norm() * features[0].norm())
+
+
 def test_an_optimizer_of_terms_that_became_dense_is_stopped() -> None:
     model = residual()
     optimizer = torch.optim.Adam(model.parameters())

@@ -44,9 +44,10 @@ MAPS_ALIVE = 6  # about so many times the largest map is alive at once, old and 
 
 @dataclass
 class Refitted:
-    """New forms of layers, and new statistics of batch norms."""
+    """New forms of layers, new weights and biases of those that become dense, and new statistics of batch norms."""
 
     forms: dict[str, Fitted]
+    dense: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     statistics: dict[_BatchNorm, tuple[Tensor, Tensor]] = field(default_factory=dict)  # mean, variance
 
     def instead(self, layers: Mapping[str, CPLayer]) -> dict[Tensor, Tensor]:
@@ -72,6 +73,7 @@ def refit_in_sequence(
     calibrations: Mapping[str, Calibration],
     inputs: Sequence[Any],
     *,
+    dense: Iterable[str] = (),
     regress: bool = True,
     bytes_alive: int = 0,
     progress: Progress | None = None,
@@ -90,15 +92,17 @@ def refit_in_sequence(
         ranks: of other layers, all vectors of which are fitted.
         calibrations: of these.
         inputs: of all batches.
+        dense: layers that become dense: they too are fitted to their old outputs if ``regress``.
         regress: see ``forms``.
         bytes_alive: what the feature maps of one layer take over all inputs; if memory is short, fewer are used.
         progress: called with (layer name, layers done, layers in all).
     """
     share = ALIVE_BYTES / max(1, MAPS_ALIVE * bytes_alive)
     used = list(inputs)[: max(1, int(len(inputs) * min(share, 1.0)))]
-    sequence = _Sequence(model, layers, dict(forms), dict(ranks), calibrations, used, regress, progress)
+    sequence = _Sequence(model, layers, dict(forms), dict(ranks), calibrations, used, list(dense), regress, progress)
     sequence.run()
-    return Refitted(sequence.forms, sequence.statistics)
+    found = {name: sequence.new[name] for name in sequence.dense if name in sequence.new}
+    return Refitted(sequence.forms, found, sequence.statistics)
 
 
 @dataclass
@@ -109,6 +113,7 @@ class _Sequence:
     ranks: dict[str, int]
     calibrations: Mapping[str, Calibration]
     inputs: list[Any]
+    dense: list[str]
     regress: bool
     progress: Progress | None
     statistics: dict[_BatchNorm, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -119,7 +124,7 @@ class _Sequence:
 
     def run(self) -> None:
         """Fit all layers in one pass, and those that no input reaches by themselves."""
-        changed = {tie_key(self.layers[name]): name for name in (*self.forms, *self.ranks)}
+        changed = {tie_key(self.layers[name]): name for name in (*self.forms, *self.ranks, *self.dense)}
         self.old = {name: self.layers[name].weight.detach() for name in changed.values()}
         for module in self.model.modules():
             if isinstance(module, CPLayer) and tie_key(module) in changed and "forward" not in module.__dict__:
@@ -146,10 +151,7 @@ class _Sequence:
         if name not in self.new:
             if self.progress:
                 self.progress(name, len(self.new), len(self.old))
-            form = self._calibrated(name, layer, calls) if name in self.ranks else self._regressed(name, layer, calls)
-            self.forms[name] = form
-            bias = cast(Tensor | None, layer.bias) if form.bias is None else form.bias
-            self.new[name] = form.cp.to_dense().reshape(weight_shape(layer)), bias
+            self.new[name] = self._fitted(name, layer, calls)
         for call in calls:
             if call.job % 2:
                 call.result = self._forward(layer, call, *self.new[name])
@@ -160,12 +162,41 @@ class _Sequence:
         plain._parameters["bias"] = None if bias is None else nn.Parameter(bias, requires_grad=False)
         return plain.forward(*call.args, **call.kwargs)
 
+    def _fitted(self, name: str, layer: CPLayer, calls: list[Call]) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias of the layer in its new form."""
+        old_bias = cast(Tensor | None, layer.bias)
+        if name in self.dense:
+            return self._refitted_dense(name, layer, calls) or (self.old[name], old_bias)
+        form = self._calibrated(name, layer, calls) if name in self.ranks else self._regressed(name, layer, calls)
+        self.forms[name] = form
+        return form.cp.to_dense().reshape(weight_shape(layer)), old_bias if form.bias is None else form.bias
+
+    def _refitted_dense(self, name: str, layer: CPLayer, calls: list[Call]) -> tuple[Tensor, Tensor | None] | None:
+        calibration = self.calibrations.get(name)
+        target = None if calibration is None or not self.regress else self._target(layer, calibration, calls)
+        if target is None:
+            return None
+        weight = outputs_first(layer, target.weight.reshape(modes_by_patch(layer))).reshape(weight_shape(layer))
+        bias = target.bias(layer, target.weight)
+        return weight.to(layer.lambdas.dtype), cast(Tensor | None, layer.bias) if bias is None else bias
+
     def _calibrated(self, name: str, layer: CPLayer, calls: list[Call]) -> Fitted:
         """Fit all vectors."""
         calibration, rank = self.calibrations[name], self.ranks[name]
-        pairs = None if calibration.repeated else self._pairs(calls)
-        if not pairs or calibration.problem.output_modes > 1:
+        target = self._target(layer, calibration, calls) if calibration.problem.output_modes == 1 else None
+        if target is None:
             return fit_alone(layer, calibration, rank)
+        shaped = outputs_first(layer, target.weight.reshape(modes_by_patch(layer)))
+        problem = layer_problem(layer, shaped, target.squares, calibration.sensitivity)
+        fitted = fit(problem, rank, problem.candidates())
+        bias = target.bias(layer, fitted.to(torch.float64).to_dense().reshape(target.weight.shape))
+        return Fitted(terms_by_patch(layer, fitted).to(layer.lambdas.dtype), None, bias)
+
+    def _target(self, layer: CPLayer, calibration: Calibration, calls: list[Call]) -> _Target | None:
+        """Return the dense weight that gives the old outputs on the new inputs; None if they do not belong together."""
+        pairs = None if calibration.repeated else self._pairs(calls)
+        if not pairs:
+            return None
         moments = Moments()
         positions = sum(y.numel() for _, y in pairs) // calibration.problem.weight.shape[1]
         for number, (call, y) in enumerate(pairs, start=1):
@@ -175,18 +206,7 @@ class _Sequence:
         free = bias_is_free(self.model, layer)
         squares, products = moments.second(centered=free)
         old = calibration.problem.weight.double() * calibration.problem.scale
-        target = regression_target(old, squares, products)
-        shaped = outputs_first(layer, target.reshape(modes_by_patch(layer)))
-        problem = layer_problem(layer, shaped, squares, calibration.sensitivity)
-        fitted = fit(problem, rank, problem.candidates())
-        bias = None
-        if free and layer.bias is not None:
-            mean, output_mean = moments.means()
-            made = fitted.to(torch.float64).to_dense().reshape(target.shape)
-            missing = (output_mean - (made @ mean[..., None]).squeeze(-1)).flatten()
-            old_bias = cast(Tensor, layer.bias)
-            bias = (old_bias.double() + missing).to(old_bias.dtype)
-        return Fitted(terms_by_patch(layer, fitted).to(layer.lambdas.dtype), None, bias)
+        return _Target(regression_target(old, squares, products), squares, moments if free else None)
 
     def _regressed(self, name: str, layer: CPLayer, calls: list[Call]) -> Fitted:
         """Fit output vectors and bias."""
@@ -227,6 +247,24 @@ class _Sequence:
         for call in calls:
             used = self.statistics[norm] if call.job % 2 else (mean, variance)
             call.result = F.batch_norm(call.args[0], *used, norm.weight, norm.bias, False, 0.0, norm.eps)
+
+
+@dataclass(frozen=True, eq=False)
+class _Target:
+    """What a layer should compute: a dense weight, and the moments in whose norm to approximate it."""
+
+    weight: Tensor  # (g, o, D)
+    squares: Tensor  # (g, D, D)
+    moments: Moments | None  # if the bias is free
+
+    def bias(self, layer: CPLayer, weight: Tensor) -> Tensor | None:  # (g, o, D)
+        """Return the bias with which the outputs of this weight have the right mean; None for the old one."""
+        if self.moments is None or layer.bias is None:
+            return None
+        mean, output_mean = self.moments.means()
+        missing = (output_mean - (weight @ mean[..., None]).squeeze(-1)).flatten()
+        old = cast(Tensor, layer.bias)
+        return (old.double() + missing).to(old.dtype)
 
 
 def _statistics(inputs: Iterable[Tensor]) -> tuple[Tensor, Tensor] | None:

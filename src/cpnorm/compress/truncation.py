@@ -143,7 +143,7 @@ def truncate(
         for name, layer in layers.items()
         if may_be_dense and name not in cut and math.prod(layer.modes) < layer.cp.numel()
     }
-    refitted = job.refitted(cut)
+    refitted = job.refitted(cut, dense)
     forms = refitted.forms
     _expect_finite({n: [form.cp.sigma, form.cp.lambdas, *form.cp.factors] for n, form in forms.items()}, "the refit")
     losses = (job.loss(Refitted({})), job.loss(refitted)) if budget == "loss" else (None, None)
@@ -164,6 +164,10 @@ def truncate(
         state.clear()
         state.update(kept)
     _make_dense(model, [layers[name] for name in dense])
+    for name, (weight, bias) in refitted.dense.items():
+        cast(Tensor, layers[name].weight).copy_(weight)
+        if bias is not None:
+            cast(Tensor, layers[name].bias).copy_(bias)
     return report
 
 
@@ -359,7 +363,7 @@ class _Job:
                 found[name] = fit(layer, self.eliminations[name].kept(layer.rank - rank), self.refit)
         return found
 
-    def refitted(self, ranks: Mapping[str, int]) -> Refitted:
+    def refitted(self, ranks: Mapping[str, int], dense: Iterable[str] = ()) -> Refitted:
         """Return all layers at their new ranks, fitted one after the other where the data allow it."""
         by_themselves = {name: rank for name, rank in ranks.items() if name not in self.calibrations[0]}
         forms = self.alone(by_themselves)
@@ -372,6 +376,7 @@ class _Job:
                 {name: rank for name, rank in ranks.items() if name in self.calibrations[0]},
                 self.calibrations[0],
                 self.inputs,
+                dense=[name for name in dense if name in self.calibrations[0]],
                 regress=self.refit in FITTED_TO_DATA,
                 bytes_alive=self.calibrations[1],
                 progress=self.progress,
