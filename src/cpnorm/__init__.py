@@ -23,6 +23,7 @@ from cpnorm.compress.truncation import truncate
 from cpnorm.compress.report import Report
 from cpnorm.compress.gradual import GradualTruncation
 from cpnorm.compress.batch_norm import reestimate_batch_norm
+from cpnorm.compress.sweeping import Sweep, sweep
 from cpnorm.describe.summarize import Summary, summary
 from cpnorm.deploy.factorization import Factorization, choose_forms, factorize
 from cpnorm.io.checkpoint import load, read_metadata, save
@@ -64,6 +65,8 @@ __all__ = [
     "Report",
     "GradualTruncation",
     "reestimate_batch_norm",
+    "sweep",
+    "Sweep",
     "lambda_penalty",
     "summary",
     "Summary",

@@ -212,7 +212,7 @@ def test_layers_stay_dense_where_that_is_smaller() -> None:
 
 
 def test_layers_that_stay_dense_make_up_for_those_before_them() -> None:
-    """The head has nothing to lose by a cut, and is at its best for what the cut layers hand it: no gradient is left."""
+    """The head is at its best for what the cut layers hand it: no gradient is left."""
     model, data = residual(), smooth_images(400, seed=1)
     wanted = model(data).detach()
     old_head = copy.deepcopy(model.head)

@@ -70,8 +70,25 @@ def test_the_papers_share() -> None:
 
 
 def test_a_model_without_canonical_layers_is_an_error() -> None:
-    with pytest.raises(ValueError, match="Linear has no canonical layer to summarise"):
-        cpnorm.summary(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="ReLU has no linear or convolutional layer to summarise"):
+        cpnorm.summary(nn.ReLU())
+
+
+def test_a_plain_model_is_told_what_it_could_gain() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 32))
+    with torch.no_grad():
+        model[3].weight.copy_(torch.randn(32, 4) @ torch.randn(4, 64))
+    found = cpnorm.summary(model)
+    conv, linear = found.layers
+    assert (conv.parameters, conv.even_rank) == (1152, (1152 - 1) // 31)
+    squares = cpnorm.cp_exact(model[0].weight.detach()).lambdas.square()
+    assert conv.energy[0.5] == pytest.approx((squares[: 576 // 31].sum() / squares.sum()).item(), rel=1e-4)
+    assert linear.energy[0.25] == pytest.approx(1.0)
+    assert linear.energy[0.1] < 0.9
+    assert found.parameters == sum(p.numel() for p in model.parameters())
+    assert "3,200 of 3,248 parameters (98.5 %)" in str(found)
+    assert not cpnorm.canonical_layers(model)
 
 
 def test_shared_layers_are_listed_once() -> None:

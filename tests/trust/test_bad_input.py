@@ -294,6 +294,17 @@ BAD: dict[str, list[Bad]] = {
         ),
         Bad(lambda m: truncate(m, loss=1, data=batches(), loss_function=5), "'int' object is not callable"),
     ],
+    "reestimate_batch_norm": [
+        *no_model(lambda model: cpnorm.reestimate_batch_norm(model, images())),
+        Bad(
+            lambda m: cpnorm.reestimate_batch_norm(m, images()), "Sequential has no batch norm with running statistics"
+        ),
+    ],
+    "sweep": [
+        *no_model(lambda model: cpnorm.sweep(model, images())),
+        *each(lambda m, x: cpnorm.sweep(m, images(), parameters=[x]), {2: "expected shares between 0 and 1, got .2."}),
+        Bad(lambda m: cpnorm.sweep(m, 5), "data: expected a DataLoader, tensors or batches of inputs, got a int"),
+    ],
     "GradualTruncation": [
         *no_model(lambda model: cpnorm.GradualTruncation(model, None, steps=2, rate=0.5)),
         *each(
@@ -387,7 +398,7 @@ RESULTS = {
     "Factorization",
     "CPLayer",
 }  # not called by users
-RESULTS |= {"Shrunk", "ShrinkReport"}
+RESULTS |= {"Shrunk", "ShrinkReport", "Sweep"}
 
 
 def parts(**changes: Any) -> tuple[Any, ...]:

@@ -48,6 +48,7 @@ def with_terms(layer: CPLayer, cp: CPTensor, bias: Tensor | None = None) -> CPLa
     """Return a layer that shares all settings with the given one and holds other terms; the given one is untouched."""
     twin: Any = copy.copy(layer)
     twin.__dict__.pop("forward", None)  # of a run that watches the given one
+    twin.prebuilt = None
     twin._parameters, twin._modules = dict(layer._parameters), dict(layer._modules)
     for key, value in (("sigma", cp.sigma), ("lambdas", cp.lambdas), ("bias", bias)):
         twin._parameters[key] = None if value is None else nn.Parameter(value.detach(), requires_grad=False)

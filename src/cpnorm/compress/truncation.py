@@ -165,7 +165,7 @@ def truncate(
         state.update(kept)
     _make_dense(model, [layers[name] for name in dense])
     for name, (weight, bias) in refitted.dense.items():
-        cast(Tensor, layers[name].weight).copy_(weight)
+        layers[name].weight.copy_(weight)
         if bias is not None:
             cast(Tensor, layers[name].bias).copy_(bias)
     return report

@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from cpnorm.cp.decompose import exact_rank
+from cpnorm.cp.decompose import cp_exact, exact_rank
 from cpnorm.describe.renamed import renamed
 from cpnorm.describe.tables import mega, share, sparkline, table
-from cpnorm.nn.convert import canonical_layers
+from cpnorm.nn.convert import canonical_layers, convertible_layers
 from cpnorm.nn.layers import CPLayer, count_parameters, tie_key
 from cpnorm.nn.work import Work, count_work
 
+SHARES = (0.5, 0.25, 0.1)  # of a plain layer's parameters
 DEGENERATE = 10.0  # from this cancellation on, terms work mostly against each other
 
 
@@ -120,9 +121,73 @@ class Summary:
         )
 
 
+@dataclass(frozen=True)
+class LayerPotential:
+    """One plain layer: what its canonical form would keep of the weight at a part of its parameters."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    parameters: int
+    even_rank: int  # at which the canonical form has as many parameters as the dense weight
+    energy: dict[float, float]  # by share of the parameters: 1 - ||W - W_kept||^2 / ||W||^2 before any fit
+
+    def _cells(self) -> list[str]:
+        kept = [f"{100 * energy:.1f} %" for energy in self.energy.values()]
+        shape = "×".join(map(str, self.shape))
+        return [self.name or "(this layer)", self.kind, shape, f"{self.parameters:,}", f"{self.even_rank:,}", *kept]
+
+
+@dataclass(frozen=True)
+class Potential:
+    """Printable: what there is to gain from canonical form in a model that has no canonical layer yet."""
+
+    layers: tuple[LayerPotential, ...]
+    parameters: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        inside = sum(layer.parameters for layer in self.layers)
+        header = ["layer", "kind", "shape", "parameters", "even at rank"]
+        header += [f"energy at {100 * part:g} %" for part in SHARES]
+        return (
+            f"{table(header, [layer._cells() for layer in self.layers], left=(0, 1, 2))}\n"
+            f"{inside:,} of {self.parameters:,} parameters ({share(inside, self.parameters)}) are in layers that can "
+            "be cut; energies are those of the exact form, and a fit to data keeps far more of the outputs: "
+            "canonical_norm(model), then truncate(model, params=0.5, data=...), or sweep(model, data)"
+        )
+
+
+def _potential(model: nn.Module) -> Potential:
+    """Return what could be gained, by the singular values of each layer's exact form."""
+    rows = []
+    seen: set[int] = set()
+    for name, layer in convertible_layers(model).items():
+        if tie_key(layer) in seen:
+            continue
+        seen.add(tie_key(layer))
+        weight = cast(Tensor, layer.weight).detach()
+        squares = cp_exact(weight.float()).lambdas.double().square()
+        kept = squares.cumsum(0) / squares.sum().clamp_min(1e-300)
+        per_term = 1 + sum(weight.shape)
+        ranks = {part: int(part * weight.numel()) // per_term for part in SHARES}
+        energy = {part: kept[min(rank, len(kept)) - 1].item() if rank else 0.0 for part, rank in ranks.items()}
+        even = max(1, (weight.numel() - 1) // per_term)
+        kind = type(layer).__name__
+        rows.append(LayerPotential(name, kind, tuple(weight.shape), weight.numel(), even, energy))
+    if not rows:
+        raise ValueError(f"{type(model).__name__} has no linear or convolutional layer to summarise")
+    return Potential(tuple(rows), count_parameters(model))
+
+
 @torch.no_grad()
-def summary(model: nn.Module, example_input: Any = None) -> Summary:
-    """Per canonical layer: shape, rank, parameters, lambdas, cancellation; with an example input its path and FLOPs.
+def summary(model: nn.Module, example_input: Any = None) -> Summary | Potential:
+    """Return shape, rank, parameters and lambdas of each canonical layer; with an example input its path and FLOPs.
+
+    For a model without canonical layers it returns what could be gained from them, a ``Potential``.
 
     >>> from cpnorm import canonical_norm
     >>> overview = summary(canonical_norm(nn.Linear(20, 10)), torch.randn(1, 20))
@@ -131,7 +196,7 @@ def summary(model: nn.Module, example_input: Any = None) -> Summary:
     """
     layers = canonical_layers(model)
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no canonical layer to summarise")
+        return _potential(model)
     work = count_work(model, example_input) if example_input is not None else {}
     rows = tuple(_summarise(name, layer, work.get(tie_key(layer))) for name, layer in layers.items())
     parameters = count_parameters(model)

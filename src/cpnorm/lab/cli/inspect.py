@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.box import SIMPLE
@@ -54,7 +54,7 @@ def inspect(path: str | Path) -> Inspection:
     summary = None
     if model is not None and cpnorm.canonical_layers(model):
         images = blank(config.data).test_images
-        summary = cpnorm.summary(model.eval(), torch.zeros(images.shape))
+        summary = cast(cpnorm.Summary, cpnorm.summary(model.eval(), torch.zeros(images.shape)))
     return Inspection(folder.path, config.to_json(), folder.record(), metrics, model, summary)
 
 
