@@ -152,7 +152,7 @@ def parse_rank(text: str) -> Rank:
 
 
 def parse_numbers(text: str) -> tuple[float, ...]:
-    """Numbers as they are typed: 0.485,0.456,0.406.
+    """Parse numbers as they are typed: 0.485,0.456,0.406.
 
     >>> parse_numbers("0.5"), parse_numbers("0.5, .25")
     ((0.5,), (0.5, 0.25))

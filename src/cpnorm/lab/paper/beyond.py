@@ -77,7 +77,7 @@ def _rate(key: str, rate: float, layers: tuple[str, ...] | None = None) -> Row:
 
 
 def _global(key: str, rate: float, params: int) -> Row:
-    """By λ and without a refit, which did as well as any at seed 0 of beyond-criteria: a choice made on test data."""
+    """Return a row cut by λ without a refit, which did as well as any at seed 0 of beyond-criteria, on test data."""
     return _cut(key, f"canonical, Adam, {100 * rate:g} % of all weights", ADAM, Truncation(params=params))
 
 
