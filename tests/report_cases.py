@@ -11,7 +11,7 @@ VOID = {"meta", "input", "br", "img", "link"}
 
 
 class Page(HTMLParser):
-    """Every element with its attributes; what is opened must be closed, in order."""
+    """Collect every element with its attributes; elements must be closed in order."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A results folder as real runs would leave it, drawn from a seed: complete, partial and missing rows, one diverged."""
+"""Write a results folder as real runs leave it, drawn from a seed: complete, partial and missing rows, one diverged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OWN = {  # row: accuracy, weights
 
 
 def write(folder: Path, seeds: int = 8) -> Path:
-    """All of it; returns the folder."""
+    """Write all records; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [*paper_lines(seeds), *own_lines(seeds), *rank_lines()]
     for table in dict.fromkeys(line["table"] for line in lines):
@@ -121,7 +121,7 @@ def counts(values: list[float], edges: list[float]) -> list[int]:
 
 
 def collect_figure_data(model: str, final: float, draw: random.Random) -> dict[str, Any]:
-    """What is kept of one network of a canonical row: traces, histograms, the accuracy at every rate."""
+    """Return the parts kept of one network of a canonical row: traces, histograms, the accuracy at every rate."""
     epochs = 50
     ends = [draw.uniform(-0.4, 1.6) for _ in range(11)]
     traces = [[round(1 + (end - 1) * (1 - math.exp(-e / 6)), 4) for end in ends] for e in range(epochs)]

@@ -1,4 +1,4 @@
-"""Readers of files from strangers, fuzzed: an error of the one kind they may raise, or a value; never anything else."""
+"""Fuzz the readers of untrusted files: each returns a value or raises the one error it may raise."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_any_safetensors_header_fits_or_is_a_value_error(
         cpnorm.read_metadata(path)
 
 
-# --- checkpoints to go on from ------------------------------------------------------------------------------------
+# --- checkpoints to resume from ------------------------------------------------------------------------------------
 
 
 class Exploit:

@@ -1,4 +1,4 @@
-"""Downloads from a real server on this machine: whole, broken off, resumed, wrong, gone."""
+"""Downloads from a real server on this machine: complete, interrupted, resumed, wrong, missing."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ OTHER = b"label" * 100
 
 @dataclass
 class Server:
-    """What it has, how it behaves, and what it was asked for."""
+    """The files it serves, how it behaves, and the requests it received."""
 
     files: dict[str, bytes] = field(default_factory=lambda: {"/a.bin": CONTENT, "/b.bin": OTHER})
     ranges: bool = True
     announce: bool = True
-    break_after: int | None = None  # bytes, once: then the connection is closed
-    hold_after: int | None = None  # bytes: then nothing comes until the server is told to end
+    break_after: int | None = None  # close the connection after this many bytes, once
+    hold_after: int | None = None  # send nothing after this many bytes until the server ends
     end: threading.Event = field(default_factory=threading.Event)
     asked: list[tuple[str, str | None]] = field(default_factory=list)
     address: str = ""
@@ -45,7 +45,7 @@ def server() -> Iterator[Server]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            with contextlib.suppress(ConnectionError):  # who had enough hangs up
+            with contextlib.suppress(ConnectionError):  # the client may hang up
                 self.answer()
 
         def answer(self) -> None:
@@ -88,7 +88,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def small_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """svhn is two small files, and the proxies of this machine are none of our business."""
+    """Make svhn two small files, and ignore the proxies of this machine."""
     files = tuple(
         Remote(path, len(content), hashlib.md5(content).hexdigest())
         for path, content in (("sub/a.bin", CONTENT), ("b.bin", OTHER))
@@ -235,7 +235,7 @@ def test_a_part_that_cannot_be_continued(server: Server, tmp_path: Path) -> None
     assert files_in(tmp_path) == WHOLE
 
 
-def test_nobody_answers(tmp_path: Path) -> None:
+def test_no_server_answers(tmp_path: Path) -> None:
     with pytest.raises(DownloadError, match=r"got 0 of 1048576 bytes: .*refused.*; run it again to continue"):
         get("svhn", tmp_path, address="http://127.0.0.1:1")
 
@@ -264,7 +264,7 @@ def test_published_weights_are_downloaded_and_checked(
 
 
 def test_downloads_are_files_that_are_looked_for() -> None:
-    """What is downloaded is found afterwards: every file is one of a layout, plain or packed."""
+    """Downloads are found afterwards: every file belongs to a layout, plain or packed."""
     for name in ("mnist", "cifar10"):
         wanted = {file for layout in images.LAYOUTS[name] for file in layout.files}
         for remote in download.FILES[name]:

@@ -1,4 +1,4 @@
-"""Verdicts, weights and claims from runs whose answers are known beforehand."""
+"""Verdicts, parameters and claims from runs whose answers are known beforehand."""
 
 import json
 import random
@@ -189,7 +189,7 @@ class TestClaims:
         ]
 
     def test_the_last_epochs_together_tell_more_than_one(self, tmp_path):
-        """All runs end alike, but those of one method have come down and up on the way."""
+        """All runs end at the same accuracy, but those of one method varied before."""
         steady, shaky = [50.0] * 30 + [88.0] * 20, [50.0] * 30 + [88.0, 84.0] * 10
         groups = [
             lines("cifar10/cp-sgd", 88.0, curve=steady),
@@ -228,7 +228,7 @@ class TestClaims:
         assert "(16 runs;" in claim.explanation
 
     def test_the_change_at_the_end_is_tested_within_runs(self, tmp_path):
-        """Runs differ by far more than each of them rises."""
+        """Runs differ from each other by far more than each of them rises."""
         groups = [lines("cifar10/cp-sgd", 88.0)]
         rises = [0.1, 0.3, 0.2, 0.1, 0.2, 0.3, 0.1, 0.2]
         for line, rise in zip(groups[0], rises, strict=True):
@@ -276,7 +276,7 @@ class TestClaims:
         cut[0]["compress"] = {"accuracy_before": 88.25}
         claim = self.answers(records_of(tmp_path, lines("cifar10/cp-sgd", 88.3), cut))["compression"]
         assert claim.grid.rows[0][column - 1].text == "86.25 or 88.25"
-        cut[0]["compress"] = {}  # of somebody else's record
+        cut[0]["compress"] = {}  # a record of another version
         claim = self.answers(records_of(tmp_path, lines("cifar10/cp-sgd", 88.3), cut))["compression"]
         assert claim.grid.rows[0][column - 1].text == "86.25"
 

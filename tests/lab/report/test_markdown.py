@@ -19,7 +19,7 @@ class TestMarkdown:
         text = write_markdown(once(results), tmp_path / "README.md").read_text()
         document = once(results)
         grids = list(blocks(document.sections, Grid))
-        grids += rate_grids(next(iter(blocks(document.sections, Explorer))))  # what stands for the explorer
+        grids += rate_grids(next(iter(blocks(document.sections, Explorer))))  # in place of the explorer
         shapes = [(len(grid.columns), len(grid.rows)) for grid in grids]
         found = []
         for block in (block for block in text.split("\n\n") if block.startswith("| ")):

@@ -1,4 +1,4 @@
-"""Result files read line by line: what is wrong is named, what is optional may be missing or odd."""
+"""Read result files line by line: errors name the line, optional parts may be missing or odd."""
 
 import json
 

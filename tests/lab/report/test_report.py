@@ -289,7 +289,7 @@ def test_a_page_of_five_thousand_records(tmp_path):
 
 
 def test_the_second_protocol_beside_the_first(results, tmp_path):
-    """Its records lie in a folder of their own; runs of the first with the same settings count, cuts go by network."""
+    """Its records lie in a folder of their own; runs of the first with the same settings count, cuts are tested by network."""
     folder = shutil.copytree(results, tmp_path / "results")
     assert "code" not in {section.key for section in once(results).sections}
     draw = synthetic_results.random.Random(0)
@@ -307,7 +307,7 @@ def test_the_second_protocol_beside_the_first(results, tmp_path):
     (row,) = grids["Compression on CIFAR-10"].rows
     assert [cell.text for cell in row[4:7]] == ["88.00 ± 1.10", "4", "−1.10"]
     assert row[7].value == pytest.approx(nested_difference([[87.0, 87.1], [88.9, 89.0]], 89.10, 0.02).p)
-    assert row[7].value > 0.3  # two networks that differ tell little; four runs would
+    assert row[7].value > 0.3  # two networks that differ show little; four independent runs would show a difference
     plain = next(row for row in grids["LeNet-like on MNIST"].rows if row[0].text == "none, SGD")
     assert plain[3].text == plain[4].text  # the same runs
     first = next(grid for name, grid in grids.items() if "stopping rule" in name).rows[0]

@@ -260,8 +260,8 @@ def _scatter(key: str, name: str, kinds: Kinds, width: int = 420, height: int = 
     caption = (
         f"{name}: mean accuracy of the last epoch against the number of parameters; lines are one standard deviation."
     )
-    if below := [mark.note for mark in marks if mark.accuracy < bottom]:
-        caption += f" Below the frame: {'; '.join(below)}."
+    if below := [f"{mark.row} ({mark.accuracy:.2f} %)" for mark in marks if mark.accuracy < bottom]:
+        caption += f" Below the frame: {', '.join(below)}."
     return finish(figure, key, f"Accuracy against parameters on {name}", caption)
 
 

@@ -85,7 +85,8 @@ def compresses(records: Records) -> Claim:
         "there are two, later seeds found a better one, or it was trained again twice. The difference from the "
         "truncated network itself is free of these effects."
     )
-    outcome = f"shows no loss with {' and '.join(spared)} of the terms removed" if spared else "loses at every rate"
+    listed = " and ".join(filter(None, (", ".join(spared[:-1]), *spared[-1:])))
+    outcome = f"shows no loss with {listed} of the terms removed" if spared else "loses at every rate"
     headline = f"After 20 epochs of fine-tuning, truncation by λ {outcome}."
     return Claim("compression", COMPRESSION_QUESTION, COMPRESSION_PAPER, answer, explanation, grid, headline)
 

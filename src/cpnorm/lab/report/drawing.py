@@ -38,7 +38,7 @@ THEME = {  # name: light, dark
     "missing": ("#8b939d", "#717a84"),
 }
 INK = {name: light for name, (light, _) in THEME.items()}
-DASHES: dict[str, Any] = {"s0": (0, (6, 3)), "s1": (0, (2, 2.5))}  # told apart without colour, too
+DASHES: dict[str, Any] = {"s0": (0, (6, 3)), "s1": (0, (2, 2.5))}  # lines differ without colour, too
 NOTE = "note:"  # prefix of the id of an artist whose note becomes a tooltip
 STYLE = {
     "axes.edgecolor": INK["axis"],

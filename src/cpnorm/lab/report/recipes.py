@@ -12,6 +12,7 @@ from cpnorm.lab.report.document import (
     MISSING,
     Cell,
     Column,
+    Fold,
     Gallery,
     Grid,
     Section,
@@ -55,9 +56,12 @@ def section(records: Records, drawn: Sequence[str]) -> Section:
     if drawings:
         section.blocks.append(Gallery(drawings))
     titles = {table.key: table.title for table in beyond.TABLES}
+    unchanged = unchanged_rows()
     for table, keys in own.items():
         keys = sorted(keys, key=lambda key: -max((run.parameters or 0 for run in records.finished(key)), default=0))
-        section.blocks.append(own_grid(titles.get(table, table), keys, records))
+        title = titles.get(table, table)
+        grid = own_grid(title, keys, records)
+        section.blocks.append(Fold(title, [grid]) if all(key in unchanged for key in keys) else grid)
     return section
 
 
@@ -67,7 +71,7 @@ def own_grid(title: str, keys: Sequence[str], records: Records) -> Grid:
         key: summarize(value for run in records.finished(key) if (value := run.accuracy_after_truncation) is not None)
         for key in keys
     }
-    unchanged = {row.key: row.variant_of for row in beyond.rows() if row.variant_of}
+    unchanged = unchanged_rows()
     rows = []
     for key in keys:
         runs = records.finished(key)
@@ -103,6 +107,11 @@ def own_grid(title: str, keys: Sequence[str], records: Records) -> Grid:
         *(Column(name, "against") for name in ("points", "p", "fewer parameters")),
     ]
     return Grid(title, columns, rows)
+
+
+def unchanged_rows() -> dict[str, str]:
+    """Return the rows that are a row of the paper with one change, with the unchanged row."""
+    return {row.key: row.variant_of for row in beyond.rows() if row.variant_of}
 
 
 def plain_control(data: str, records: Records) -> str | None:
