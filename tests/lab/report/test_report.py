@@ -289,7 +289,7 @@ def test_a_page_of_five_thousand_records(tmp_path):
 
 
 def test_the_second_protocol_beside_the_first(results, tmp_path):
-    """Its records lie in a folder of their own; runs of the first with the same settings count, cuts are tested by network."""
+    """Its records have their own folder; runs of the first with the same settings count, cuts are tested by network."""
     folder = shutil.copytree(results, tmp_path / "results")
     assert "code" not in {section.key for section in once(results).sections}
     draw = synthetic_results.random.Random(0)
