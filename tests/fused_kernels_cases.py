@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from cpnorm.gpu import fused_launch
 from cpnorm.gpu.fused_blocks import FusedBlock, FusedEpilogue, fused_block, fused_input
-from cpnorm.nn.layers import CPConv2d, CPLayer, CPLinear
+from cpnorm.nn.canonical import CPLayer
+from cpnorm.nn.layers import CPConv2d, CPLinear
 from ways import HAS_TRITON, INTERPRETED, KERNEL, NEEDS_TRITON, WAYS, device, full_precision  # noqa: F401 (a fixture)
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1.5e-2, torch.bfloat16: 0.12}

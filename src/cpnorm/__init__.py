@@ -4,6 +4,7 @@
 from cpnorm.cp.tensor import CPTensor
 from cpnorm.cp.decompose import RankEstimate, cp_als, cp_exact, cp_power, estimate_rank
 from cpnorm.nn.planner import Plan, plan
+from cpnorm.nn.canonical import CPLayer
 from cpnorm.nn.layers import (
     CPConv1d,
     CPConv2d,
@@ -11,7 +12,6 @@ from cpnorm.nn.layers import (
     CPConvTranspose1d,
     CPConvTranspose2d,
     CPConvTranspose3d,
-    CPLayer,
     CPLinear,
 )
 from cpnorm.nn.convert import canonical_layers, canonical_norm, fold

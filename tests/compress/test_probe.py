@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cpnorm
 from cpnorm.compress import probe
-from cpnorm.nn.layers import tie_key
+from cpnorm.nn.canonical import tie_key
 from cpnorm.nn.running import run
 from cpnorm.nn.work import count_work
 from laws import CASES, Case, canonical, close

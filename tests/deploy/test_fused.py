@@ -19,7 +19,8 @@ from cpnorm.deploy.fused import FUSED, FUSED_PATCHES, fused_copy
 from cpnorm.deploy.rewrite import NO_REWRITES, find_rewrites
 from cpnorm.deploy.tracing import trace
 from cpnorm.gpu.fused_blocks import FusedBlock, FusedEpilogue, FusedInput
-from cpnorm.nn.layers import CPConv1d, CPConv2d, CPConvTranspose2d, CPLayer
+from cpnorm.nn.canonical import CPLayer
+from cpnorm.nn.layers import CPConv1d, CPConv2d, CPConvTranspose2d
 from fused_cases import conv, double_of, image, line, linear, network, norm, randomized
 from laws import close
 from ways import INTERPRETED, WAYS, device, full_precision  # noqa: F401 (a fixture)

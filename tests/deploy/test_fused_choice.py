@@ -19,7 +19,7 @@ from cpnorm.deploy.tracing import trace
 from cpnorm.gpu.fused_blocks import FusedBlock, FusedEpilogue
 from cpnorm.lab.paper.tables import paper_ranks
 from cpnorm.lab.training.models import alexnet
-from cpnorm.nn.layers import CPLayer
+from cpnorm.nn.canonical import CPLayer
 from fused_cases import conv, double_of, image, line, linear, network, small_network
 from laws import close
 from ways import INTERPRETED, WAYS, device, full_precision  # noqa: F401 (a fixture)

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 import cpnorm
 from cpnorm.gpu.fused_blocks import Blocks, FusedBlock, FusedEpilogue, can_fuse, fused_block, fused_input
-from cpnorm.nn.layers import CPConv1d, CPConv2d, CPLayer
+from cpnorm.nn.canonical import CPLayer
+from cpnorm.nn.layers import CPConv1d, CPConv2d
 from fused_kernels_cases import (
     _interpreter_multiplies_bfloat16,  # noqa: F401 (a fixture)
     assert_near,

@@ -62,11 +62,11 @@ def test_compiled(path: str) -> None:
 
 
 def test_law_9_fails_for_an_init_that_ignores_the_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = cpnorm.nn.layers._draw
+    draw = cpnorm.nn.initial._draw
     for seed in (None, 0):
         generator = None if seed is None else torch.Generator()
         monkeypatch.setattr(
-            "cpnorm.nn.layers._draw",
+            "cpnorm.nn.initial._draw",
             lambda law, shape, _, used=generator: draw(law, shape, used and used.manual_seed(0)),
         )
         with pytest.raises(AssertionError, match="kaiming_normal"):

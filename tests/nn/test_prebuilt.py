@@ -175,7 +175,7 @@ def test_frozen_and_partly_frozen_layers() -> None:
 
 def test_weights_are_built_once_per_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr("cpnorm.nn.layers.dense_from_terms", lambda *_, **__: calls.append(1))
+    monkeypatch.setattr("cpnorm.nn.canonical.dense_from_terms", lambda *_, **__: calls.append(1))
     trained(five_steps, prebuilt=True)
     assert not calls  # no layer built its own
 
@@ -251,7 +251,7 @@ def test_evaluation_keeps_weights_until_a_parameter_changes(monkeypatch: pytest.
     model = cpnorm.canonical_norm(Net()).eval()
     dense = cpnorm.fold(copy.deepcopy(model))
     calls = []
-    import cpnorm.nn.layers as module
+    import cpnorm.nn.canonical as module
 
     built = module.dense_from_terms
     monkeypatch.setattr(module, "dense_from_terms", lambda *a, **k: calls.append(1) or built(*a, **k))

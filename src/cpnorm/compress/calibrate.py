@@ -14,7 +14,7 @@ from cpnorm.compress.moments import input_moments, output_sensitivity, outputs_f
 from cpnorm.compress.refit import Fitted
 from cpnorm.cp.calibrated import Candidates, Problem, fit
 from cpnorm.cp.tensor import CPTensor
-from cpnorm.nn.layers import CPLayer, tie_key
+from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.planner import linear_modes
 
 

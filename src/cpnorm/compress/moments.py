@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cpnorm.compress.calibration_data import batch_size, tensors_of
-from cpnorm.nn.layers import CPLayer, tie_key
+from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.planner import output_space
 from cpnorm.nn.running import evaluating, run, watch
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from cpnorm.compress.refit import Fitted
-    from cpnorm.nn.layers import CPLayer
+    from cpnorm.nn.canonical import CPLayer
 
 State = dict[str, Any]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cpnorm.cp.tensor import CPTensor, khatri_rao
-from cpnorm.nn.layers import CPLayer, tie_key
+from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.planner import linear_modes
 from cpnorm.nn.running import Instead, evaluating, run, to_device_of, watch
 

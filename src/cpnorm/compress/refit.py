@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from cpnorm.compress.probe import by_position, output_vectors, term_responses, with_terms
 from cpnorm.cp.decompose import cp_als
 from cpnorm.cp.tensor import CPTensor
-from cpnorm.nn.layers import CPLayer
+from cpnorm.nn.canonical import CPLayer
 
 REFITS = ("none", "lambdas", "als", "outputs", "calibrated")
 RIDGE = 1e-5  # of the mean diagonal: for terms so alike that their shares are not determined

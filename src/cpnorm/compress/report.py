@@ -14,8 +14,8 @@ from torch import nn
 from cpnorm.cp.tensor import CPTensor
 from cpnorm.describe.renamed import renamed
 from cpnorm.describe.tables import mega, share, table
+from cpnorm.nn.canonical import CPLayer, count_parameters, tie_key
 from cpnorm.nn.convert import canonical_layers
-from cpnorm.nn.layers import CPLayer, count_parameters, tie_key
 from cpnorm.nn.work import Work
 
 

@@ -33,8 +33,8 @@ from cpnorm.compress.moments import (
 )
 from cpnorm.compress.refit import Fitted, regress_outputs
 from cpnorm.cp.calibrated import fit, regression_target
+from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.convert import fold
-from cpnorm.nn.layers import CPLayer, tie_key
 from cpnorm.nn.planner import linear_modes, weight_shape
 
 Progress = Callable[[str, int, int], None]

@@ -25,8 +25,8 @@ from cpnorm.compress.refit import REFITS, Fitted, fit
 from cpnorm.compress.report import Report, all_flops, compare
 from cpnorm.compress.sequence import Refitted, has_statistics, refit_in_sequence
 from cpnorm.cp.tensor import inverse_norms
+from cpnorm.nn.canonical import CPLayer, count_parameters, tie_key
 from cpnorm.nn.convert import Skip, canonical_layers, check_not_sharded, fold, including_tied, skipped, spread_over_tied
-from cpnorm.nn.layers import CPLayer, count_parameters, tie_key
 from cpnorm.nn.stale_state import watch_resized
 from cpnorm.nn.work import Work, count_work
 

@@ -15,7 +15,7 @@ from cpnorm.deploy.forms import ALIGNED, FormCost, chain, dense_form, form_cost,
 from cpnorm.deploy.rewrite import LAYOUTS, has_layouts, with_layout
 from cpnorm.deploy.timing import fastest
 from cpnorm.deploy.tracing import Call, Trace
-from cpnorm.nn.layers import CPLayer
+from cpnorm.nn.canonical import CPLayer
 
 Goal = Literal["time", "parameters"]
 

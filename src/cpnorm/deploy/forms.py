@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from cpnorm.cp.tensor import khatri_rao, split_scale, unit_columns
-from cpnorm.nn.layers import CPLayer
+from cpnorm.nn.canonical import CPLayer
 from cpnorm.nn.planner import linear_modes
 
 CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

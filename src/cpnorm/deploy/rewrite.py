@@ -17,8 +17,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from cpnorm.deploy.forms import chain
 from cpnorm.deploy.tracing import Part, Trace, count_places, has_hooks
+from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.convert import canonical_layers, fold
-from cpnorm.nn.layers import CPLayer, tie_key
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)

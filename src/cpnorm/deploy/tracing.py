@@ -15,8 +15,8 @@ from torch.fx import Graph, Node, Tracer
 from torch.utils import _pytree as pytree
 
 from cpnorm._checks import Inputs
+from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.convert import canonical_layers, fold
-from cpnorm.nn.layers import CPLayer, tie_key
 from cpnorm.nn.running import run
 
 Shape = tuple[int, ...]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from cpnorm.cp.decompose import cp_exact, exact_rank
 from cpnorm.describe.renamed import renamed
 from cpnorm.describe.tables import mega, share, sparkline, table
+from cpnorm.nn.canonical import CPLayer, count_parameters, tie_key
 from cpnorm.nn.convert import canonical_layers, convertible_layers
-from cpnorm.nn.layers import CPLayer, count_parameters, tie_key
 from cpnorm.nn.work import Work, count_work
 
 SHARES = (0.5, 0.25, 0.1)  # of a plain layer's parameters

@@ -24,7 +24,8 @@ from cpnorm.gpu.fused_launch import (
     register_operators,
     runs_kernel,
 )
-from cpnorm.nn.layers import CPConv2d, CPLayer, CPLinear
+from cpnorm.nn.canonical import CPLayer
+from cpnorm.nn.layers import CPConv2d, CPLinear
 from cpnorm.nn.planner import linear_modes
 
 WIDEST = 256  # terms that fit into registers

@@ -14,7 +14,8 @@ from torch.autograd.graph import increment_version
 from cpnorm.gpu import training_kernels
 from cpnorm.gpu.train_step import FusedTerms, Rule
 from cpnorm.gpu.training_kernels import BLOCK, TERMS
-from cpnorm.nn.layers import CPConv2d, CPLayer, CPLinear
+from cpnorm.nn.canonical import CPLayer
+from cpnorm.nn.layers import CPConv2d, CPLinear
 
 LONGEST = 16  # rows of a kernel's factor: the kernels are unrolled over them
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

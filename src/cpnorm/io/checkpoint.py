@@ -29,8 +29,9 @@ from cpnorm.io.fileformat import (
     read_content,
     write,
 )
+from cpnorm.nn.canonical import PATHS, CPLayer, tie_key
 from cpnorm.nn.convert import become_canonical, canonical_layers, check_not_sharded, fold, is_unmodified
-from cpnorm.nn.layers import CANONICAL_TYPES, PATHS, CPLayer, tie_key
+from cpnorm.nn.layers import CANONICAL_TYPES
 from cpnorm.nn.planner import weight_shape
 
 Module = TypeVar("Module", bound=nn.Module)

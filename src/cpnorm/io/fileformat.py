@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cpnorm.nn.layers import PATHS
+from cpnorm.nn.canonical import PATHS
 
 Shape = tuple[int, ...]
 
@@ -177,12 +177,12 @@ def opened(path: Path) -> Iterator[Any]:
     """Open a safetensors file; every complaint about it is a ValueError."""
     with open(path, "rb") as file:
         start = file.read(8)
-    if start.startswith(TORCH_SAVE):
-        raise ValueError(
-            f"{path} is a file of torch.save, not of safetensors: read it with torch.load(path, weights_only=True) and "
-            "model.load_state_dict"
-        )
     if (size := int.from_bytes(start, "little")) > LARGEST_HEADER:
+        if start.startswith(TORCH_SAVE):  # a small size may begin with the same bytes
+            raise ValueError(
+                f"{path} is a file of torch.save, not of safetensors: read it with torch.load(path, weights_only=True) "
+                "and model.load_state_dict"
+            )
         raise ValueError(f"{path} is not a safetensors file of cpnorm: its header claims to take {size} bytes")
     try:
         with safe_open(path, framework="pt") as reader:

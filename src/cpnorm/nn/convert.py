@@ -18,7 +18,9 @@ from torch.nn.utils import parametrize
 from cpnorm._checks import check_generator, check_int, check_model, check_type, is_number
 from cpnorm.cp.decompose import exact_rank
 from cpnorm.cp.tensor import CPTensor
-from cpnorm.nn.layers import CANONICAL_TYPES, RESERVED, CPLayer, check_options, initial_form, tie_key
+from cpnorm.nn.canonical import CPLayer, tie_key
+from cpnorm.nn.initial import check_options, initial_form
+from cpnorm.nn.layers import CANONICAL_TYPES, RESERVED
 
 Module = TypeVar("Module", bound=nn.Module)
 Rank = int | float | str

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from cpnorm.nn.attention import unpack_attention
+from cpnorm.nn.canonical import CPLayer
 from cpnorm.nn.convert import Skip, is_unmodified, skipped
-from cpnorm.nn.layers import CANONICAL_TYPES, CPLayer
+from cpnorm.nn.layers import CANONICAL_TYPES
 from cpnorm.nn.planner import LAYERS
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from cpnorm._checks import check_type, is_number
 from cpnorm.cp.decompose import exact_rank
+from cpnorm.nn.canonical import count_parameters
 from cpnorm.nn.convert import Skip, convertible_layers, modes_of, spread_over_tied
-from cpnorm.nn.layers import count_parameters
 
 
 def ranks_for_budget(

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from cpnorm.nn.layers import CPLayer, tie_key
+from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.planner import plan
 from cpnorm.nn.running import watch
 

@@ -159,7 +159,7 @@ def test_going_on_decomposes_nothing(tmp_path: Path, digits: ImageSet, monkeypat
         trainer = Trainer(config, digits)
         next(trainer.run())
         folder.save_checkpoint(trainer.state())
-    monkeypatch.setattr(cpnorm.nn.layers, "cp_power", None)
+    monkeypatch.setattr(cpnorm.nn.initial, "cp_power", None)
     resumed = fit(config, data=digits, out=folder.path)
     assert curve(resumed) == curve(whole)
     assert all(map(torch.equal, resumed.model.state_dict().values(), whole.model.state_dict().values()))
