@@ -205,7 +205,7 @@ def test_values_that_a_chain_holds_are_those_of_the_layer(tmp_path: Path) -> Non
 
 def test_headers_whose_size_looks_like_a_pickle_are_read(tmp_path: Path) -> None:
     sizes = set()
-    for length in range(160):  # a header of 640 bytes begins with 0x80 0x02, as pickles do
+    for length in range(320, 350):  # a header of 640 bytes begins with 0x80 0x02, as pickles do
         save(nn.Linear(3, 3), tmp_path / "model.safetensors", metadata={"name": "x" * length})
         sizes.add(int.from_bytes((tmp_path / "model.safetensors").read_bytes()[:8], "little"))
         load(tmp_path / "model.safetensors", nn.Linear(3, 3))

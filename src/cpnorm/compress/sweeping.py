@@ -18,8 +18,8 @@ from cpnorm.compress.calibration_data import accuracy, as_batches, batch_size, r
 from cpnorm.compress.probe import Batch
 from cpnorm.compress.truncation import truncate
 from cpnorm.describe.tables import share, table
+from cpnorm.nn.canonical import count_parameters
 from cpnorm.nn.convert import canonical_layers, canonical_norm, fold
-from cpnorm.nn.layers import count_parameters
 from cpnorm.nn.running import evaluating, run, to_device_of
 
 Metric = Callable[[Any, Any], Any]
