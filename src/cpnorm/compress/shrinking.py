@@ -37,6 +37,7 @@ Progress = Callable[[str, int, int], None]
 
 PROBES = 7  # budgets tried for a bound on latency or accuracy
 ATTEMPTS = 3  # cuts until the factorised model is within the budget
+FOR_SPEED = 0.98  # of a budget of parameters is for terms, the rest for faster forms of convolutions
 ROUNDING = 1e-3  # of the outputs' norm: single precision may amplify that much in deep networks
 NEARLY = 1.05  # of the fewest parameters: a faster form of a layer may have this many
 EXACT = 1e-6  # of the outputs' norm in double precision
@@ -141,7 +142,7 @@ def _only_budget(**offered: Any) -> tuple[str, float]:
     return name, float(amount)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Job:
     """The given model and its data, and the steps from it to a small one."""
 
@@ -150,6 +151,7 @@ class _Job:
     example: Any
     metric: Metric | None
     tell: Progress
+    limit: int | None = None  # parameters of the result
     stacked: dict[str, tuple[str, ...]] = field(default_factory=dict)  # names of layers that are decomposed together
 
     @property
@@ -216,12 +218,15 @@ class _Job:
         limit = int(amount * before) if amount < 1 else int(amount)
         if limit >= before:
             raise ValueError(f"{budget}: expected less than the model's {before:,}, got {amount:g}")
-        if budget == "parameters" and limit < (least := self._least_parameters(exact)):
+        least = self._least_parameters(exact)
+        if budget == "parameters" and limit < least:
             raise ValueError(
                 f"parameters: expected at least {least:,} ({100 * least / before:.3g} % of {before:,}), which leave "
                 f"one term in each of {len(canonical_layers(exact))} layers and all other parameters, got {amount:g}"
             )
-        target = limit
+        target, self.limit = limit, limit if budget == "parameters" else None
+        if budget == "parameters" and any(len(layer.modes) > 3 for layer in canonical_layers(exact).values()):
+            target = max(least, int(FOR_SPEED * limit))
         for attempt in range(ATTEMPTS):
             last = attempt == ATTEMPTS - 1
             twin = exact if last else copy.deepcopy(exact)
@@ -302,16 +307,23 @@ class _Job:
         """Return the forms that suit the budget: the fewest parameters, the least arithmetic or the least time."""
         if budget == "latency_ms":
             return choose_forms(cut, self.example)
-        layers = choose_forms(cut, self.example, measure=False, goal="parameters").layers
-        picked = {}
-        for name, layer in layers.items():
-            least = min(cost.parameters for cost in layer.costs.values())
-            nearly = {form: cost for form, cost in layer.costs.items() if cost.parameters <= NEARLY * least}
-            if budget == "flops":
-                picked[name] = min(layer.costs, key=lambda form: layer.costs[form].flops)
-            else:
-                picked[name] = min(nearly, key=lambda form: nearly[form].total)
-        return choose_forms(cut, self.example, measure=False, forms=picked)
+        choice = choose_forms(cut, self.example, measure=False, goal="parameters")
+        picked = {name: layer.form for name, layer in choice.layers.items()}
+        if budget == "flops":
+            least = {n: min(y.costs, key=lambda form: y.costs[form].flops) for n, y in choice.layers.items()}
+            return choose_forms(cut, self.example, measure=False, forms=least)
+        spare = math.inf if self.limit is None else self.limit - count_parameters(choice.apply(cut))
+        faster = []
+        for name, layer in choice.layers.items():
+            now = layer.costs[layer.form]
+            nearly = {form: cost for form, cost in layer.costs.items() if cost.parameters <= NEARLY * now.parameters}
+            best = min(nearly, key=lambda form: nearly[form].total)
+            more, gain = nearly[best].parameters - now.parameters, now.total - nearly[best].total
+            faster += [(gain / max(more, 1), more, name, best)] if gain > 0 else []
+        for _, more, name, best in sorted(faster, reverse=True):
+            if more <= spare:
+                spare, picked[name] = spare - more, best
+        return choose_forms(cut, self.example, measure=False, forms=picked) if faster else choice
 
     def verify(self, small: nn.Module, cut: nn.Module) -> float:
         """Return how far the outputs of both are apart; raise where it is more than rounding explains."""
