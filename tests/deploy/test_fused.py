@@ -307,6 +307,15 @@ def test_residuals_that_are_not_fused() -> None:
     assert "MaxPool2d" in kinds(fused(pooled, image(channels=8))[0])
 
 
+def test_strided_pointwise_convolutions_leave_out_pixels_first() -> None:
+    first, second = conv(70, 20, 1, stride=2, rank=7), conv(20, 90, 1, stride=(1, 3), rank=5)
+    for layers in ((first,), (first, nn.ReLU(), second), (conv(70, 70, 3, rank=6), first)):
+        made, forms = fused(line(*copy.deepcopy(layers)), image(channels=70))
+        assert set(forms.values()) == {FUSED}
+        alone = layers[0] is first
+        assert next(m for m in made.modules() if isinstance(m, FusedInput)).stride == ((2, 2) if alone else (1, 1))
+
+
 # --- what is not fused --------------------------------------------------------------------------------------------
 
 

@@ -150,6 +150,7 @@ class _Fusing:
                 relu=tail.relu,
                 pool=tail.pool,
                 patches=patches,
+                subsampled=not patches and node not in terms,
             )
             fused[f"{self.name}.{node.target}".lstrip(".")] = FUSED_PATCHES if patches else FUSED
             made = self._replace(tail.nodes, tail, cast(str, node.target), block, source)
@@ -186,7 +187,8 @@ class _Fusing:
     def _input(self, node: Node, source: Any, channels: int | None = None) -> Node:
         """Insert the step from channels to the terms of a layer; with ``channels``, from maps that are not yet flat."""
         name = f"{node.target}_input"
-        self.root.set_submodule(name, fused_input(cast(CPLayer, self._module(node)), channels))
+        layer = cast(CPLayer, self._module(node))
+        self.root.set_submodule(name, fused_input(layer, channels, subsample=True))
         with self.graph.inserting_before(node):
             return self.graph.call_module(name, (source,))
 

@@ -152,15 +152,15 @@ class FusedInput(nn.Module):
 
     weight: Tensor
 
-    def __init__(self, weight: Tensor, *, maps: bool = False, flat: bool = False) -> None:
+    def __init__(self, weight: Tensor, *, maps: bool = False, flat: bool = False, stride: Pair = (1, 1)) -> None:
         super().__init__()
         self.register_buffer("weight", weight.detach().contiguous())  # (R, I)
-        self.maps, self.flat = maps, flat
+        self.maps, self.flat, self.stride = maps, flat, stride
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the terms, in the last dimension."""
         if self.maps:
-            x = x.movedim(1, -1)
+            x = x[..., :: self.stride[0], :: self.stride[1]].movedim(1, -1)
         return F.linear(x.flatten(1) if self.flat else x, self.weight)
 
     def extra_repr(self) -> str:
@@ -230,6 +230,7 @@ def fused_block(
     pool: bool = False,
     following: CPLayer | None = None,
     patches: bool = False,
+    subsampled: bool = False,
 ) -> FusedBlock:
     """Return a layer and what follows it as one block.
 
@@ -240,6 +241,7 @@ def fused_block(
         pool: max pooling of 2x2 windows.
         following: the next layer, whose terms the block then returns instead of channels.
         patches: take an image, not the layer's terms, which come from the block before or from ``fused_input``.
+        subsampled: take terms that ``fused_input`` has made of the pixels at strides only, if the layer allows that.
 
     >>> first = CPLinear(20, 30, rank=5, init="kaiming_normal")
     >>> second = CPLinear(30, 10, rank=3, init="kaiming_normal")
@@ -265,7 +267,8 @@ def fused_block(
     bias = None if bias is None else bias.to(dtype, copy=True)
     moves: dict[str, Pair] = {}
     if isinstance(layer, CPConv2d):
-        settings = {"kernel": layer.kernel_size, "stride": layer.stride, "padding": _padding(layer)}
+        stride = (1, 1) if subsampled and can_subsample(layer) else layer.stride
+        settings = {"kernel": layer.kernel_size, "stride": stride, "padding": _padding(layer)}
         moves = cast(dict[str, Pair], settings | {"dilation": layer.dilation})
     block = FusedBlock(
         out.mT.to(dtype), taps=taps, bias=bias, into=into, relu=relu, pool=pool, patches=patches, **moves
@@ -275,17 +278,24 @@ def fused_block(
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def fused_input(layer: CPLayer, channels: int | None = None) -> FusedInput:
+def fused_input(layer: CPLayer, channels: int | None = None, *, subsample: bool = False) -> FusedInput:
     """Return the step from a layer's input to the terms that its block takes.
 
     With ``channels`` a linear layer takes that many maps and flattens them itself. They lie channels last, and the
-    weights are put in that order.
+    weights are put in that order. With ``subsample``, pixels between the strides of a 1x1 convolution are left out.
     """
     into = _steps(layer)[0].mT  # (R, I)
     if channels is not None:
         into = into.unflatten(1, (channels, -1)).transpose(1, 2).flatten(1)
     maps = channels is not None or isinstance(layer, CPConv2d)
-    return FusedInput(into.to(layer.lambdas.dtype), maps=maps, flat=channels is not None).train(layer.training)
+    stride = cast(Pair, layer.stride) if subsample and can_subsample(layer) else (1, 1)
+    flat = channels is not None
+    return FusedInput(into.to(layer.lambdas.dtype), maps=maps, flat=flat, stride=stride).train(layer.training)
+
+
+def can_subsample(layer: nn.Module) -> bool:
+    """Return True for a convolution with a 1x1 kernel and no padding, which reads the pixels at its strides only."""
+    return isinstance(layer, CPConv2d) and math.prod(layer.kernel_size) == 1 and _padding(layer) == (0, 0)
 
 
 def _steps(layer: CPLayer) -> tuple[Tensor, Tensor | None, Tensor]:  # (I, R), (kh, kw, R) or None, (O, R)
