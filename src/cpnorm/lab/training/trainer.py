@@ -245,6 +245,7 @@ class Trainer:
         """Return the network of the best test epoch, if the config asks to keep it."""
         if self.best_state is None:
             return None
+        self._wait()  # the copy was made on the run's own stream
         network = copy.deepcopy(self.model)
         network.load_state_dict(self.best_state)
         return network
