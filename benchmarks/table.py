@@ -1,4 +1,4 @@
-"""docs/benchmarks.md from the records in benchmarks/results: figures on that page are made, not typed.
+"""Make docs/benchmarks.md from the records in benchmarks/results.
 
 python benchmarks/table.py          # the page, and the plots it shows
 """
@@ -26,18 +26,21 @@ HEAD = """# Benchmarks
 
 <!-- Made by benchmarks/table.py from benchmarks/results; do not edit. -->
 
-What is claimed about speed, what was measured, and how to measure it again: `make bench` (CPU, ten minutes on two quiet
-cores) and `make bench-gpu`. Every ratio was taken inside one run in which the competitors took turns; what stands here
-is the median over the turns, with the smallest and the largest in brackets. A machine whose load is above the threads
-of the benchmark was busy with other things too: then ratios still mean something, times do not.
+Claims about speed, what was measured, and the commands that measure it again: `make bench` (CPU, ten minutes on two
+quiet cores) and `make bench-gpu`. Every ratio was taken inside one run in which the competitors took turns. The tables
+show the median over the turns, with the smallest and the largest in brackets. If the load of a machine is above the
+number of threads of the benchmark, it was busy with other work: ratios are still meaningful then, times are not.
 """
 
 
+HOW = "SGD with momentum and `renormalize_after`; ratios of medians to the plain network's."  # any_network.py
+
+
 def page(results: Path = RESULTS) -> str:
-    """The whole page as Markdown."""
+    """Return the whole page as Markdown."""
     records = [(path.stem, json.loads(path.read_text())) for path in _in_order(results)]
     summary: list[dict[str, Any]] = []
-    told: set[tuple[str, str]] = set()  # machine and claim: what the main record of a script says stands alone
+    told: set[tuple[str, str]] = set()  # machine and claim: the main record of a script comes first
     for name, record in records:
         claims = [claim for claim in record["claims"] if (_on(name, record), claim["claim"]) not in told]
         told |= {(_on(name, record), claim["claim"]) for claim in claims}
@@ -52,9 +55,46 @@ def page(results: Path = RESULTS) -> str:
             for claim in claims
         ]
     parts = [HEAD, *_table(summary)]
+    parts += ["", *_any_network(results / "any_network_cuda.jsonl")]
     for name, record in records:
         parts += ["", *_section(name, record)]
     return "\n".join(parts) + "\n"
+
+
+def _any_network(path: Path) -> list[str]:
+    """Return a section on ordinary training loops: a row for each network, and a column for each form of it."""
+    if not path.exists():
+        return []
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    first = records[0]
+    lines = [
+        f"## An ordinary training loop on networks of timm and transformers: {first['hardware']}",
+        "",
+        "`python benchmarks/any_network.py --device cuda`",
+        "",
+        f"{first['precision']}; torch {first['torch']}; commit {first['commit'][:7]}. {HOW}",
+    ]
+    for key, caption in (
+        ("train_of_plain", "Time of a training step, in plain steps"),
+        ("evaluate_of_plain", "Time of evaluation, in that of the plain network"),
+        ("own_memory", "Memory of a step with parameters and optimizer state, MB"),
+    ):
+        rows: dict[tuple[str, bool], dict[str, Any]] = {}
+        for record in (record for record in records if key in record):
+            row = rows.setdefault(
+                (record["network"], record["compiled"]),
+                {
+                    "network": record["network"],
+                    "batch": record["batch"],
+                    "mode": "compiled" if record["compiled"] else "eager",
+                },
+            )
+            if key == "train_of_plain" and record["variant"] == "plain":
+                row["plain, ms"] = record["train_ms"]
+            else:
+                row[record["variant"]] = record[key] / 1e6 if key == "own_memory" else record[key]
+        lines += ["", f"**{caption}**", "", *_table(rows.values())]
+    return lines
 
 
 def _in_order(results: Path) -> Iterable[Path]:
@@ -93,7 +133,7 @@ def _heading(name: str, record: Mapping[str, Any]) -> str:
 
 
 def _anchor(heading: str) -> str:
-    """As Markdown readers make it: small letters, digits and hyphens."""
+    """Return the anchor that Markdown readers make: lower-case letters, digits and hyphens."""
     return "".join(c for c in heading.lower().replace(" ", "-") if c.isalnum() or c in "-_")
 
 
@@ -125,6 +165,7 @@ def _number(value: Any) -> str:
 
 
 def main() -> None:
+    """Write the page and its plots."""
     PAGE.write_text(page())
     print(f"written to {PAGE}")
     if any(RESULTS.glob("scaling_*.json")):

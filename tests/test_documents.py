@@ -168,6 +168,23 @@ def test_the_table_is_what_the_records_say() -> None:
         assert float(sd) == pytest.approx(statistics.stdev(values), abs=0.006), key
 
 
+def test_the_row_on_a_real_network_is_what_the_records_say() -> None:
+    ((parameters, accuracy, dense, peer),) = re.findall(
+        r"^\| ResNet-18, .* \| (\S+) M \| (\S+) \| dense: (\S+) \(11.2 M\); whitened SVD: (\S+) \(1.12 M\) \|",
+        README,
+        re.M,
+    )
+    lines = [line for _, line in read_records(ROOT / "results/networks/resnet18-cifar10.jsonl") if "seed" not in line]
+    cut = {line["method"]: line for line in lines if line["share"] in (0.1, 1.0)}
+    assert (
+        float(parameters)
+        == round(cut["cpnorm"]["parameters"] / 1e6, 2)
+        == round(cut["whitened-svd"]["parameters"] / 1e6, 2)
+    )
+    assert [float(accuracy), float(dense)] == [cut["cpnorm"]["accuracy"], cut["dense"]["accuracy"]]
+    assert float(peer) == cut["whitened-svd"]["accuracy"]
+
+
 def test_the_claims_are_answered_as_the_records_do() -> None:
     answers = re.findall(r"^\| ([^|]+\?) \| ([^|]+) \| [^|]+ \|$", IN_SHORT, re.M)
     assert answers == [(claim.question, claim.answer) for claim in claims(read_results(ROOT / "results"))]
