@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from cpnorm import canonical_layers, canonical_norm
 from cpnorm.deploy.factorization import choose_forms, factorize
 from cpnorm.deploy.rewrite import plain_copy
+from cpnorm.deploy.tracing import trace
 from laws import close
 from small_network import image, network
 
@@ -218,3 +219,20 @@ def test_a_layer_whose_weight_others_read_stays_dense(build, dense: dict[str, st
     assert {name: choice.layers[name].reason for name in dense} == dense
     with torch.no_grad():
         close(choice.apply(model)(x), model(x), 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_an_example_input_on_the_cpu_serves_a_model_on_a_gpu(cuda_graph: bool) -> None:
+    model = network().cuda().eval()
+    small = factorize(model, image(64), goal="time", cuda_graph=cuda_graph, forms={"3": "depthwise"})
+    with torch.no_grad():
+        close(small(image(64).cuda()), model(image(64).cuda()), 1e-3)
+
+
+def test_an_example_input_is_moved_to_the_device_of_the_model_once() -> None:
+    model, seen = network(), []
+    model.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    traced = trace(model, image())
+    assert traced.inputs is not None
+    assert all(x is seen[0] for x in seen)

@@ -255,7 +255,8 @@ def _wanted(content: Content, model: nn.Module) -> dict[str, _Wanted]:
                 changed[join(name, last)] = new
     wanted: dict[str, _Wanted] = {}
     for key, value in model.state_dict(keep_vars=True).items():
-        rewritten = any(key.startswith(join(name, "")) for name in content.forms)
+        parts = key.split(".")
+        rewritten = any(".".join(parts[:n]) in content.forms for n in range(len(parts)))
         if not isinstance(value, Tensor) or (value.is_meta and not rewritten):
             raise ValueError(f"expected a model whose state has tensors with values only, got another thing for {key}")
         if key not in changed and id(value) in leaders:
