@@ -152,7 +152,7 @@ class TestDocument:
     def test_legends_and_labels_name_what_is_drawn(self, results):
         drawings = {d.key: d.svg for d in once(results).drawings()}
         names = re.findall(r"<text[^>]*>([^<]*)</text>", drawings["accuracy-parameters"])
-        assert {"the paper", "our recipes in canonical form", "peers: plain, weight-normalised, low-rank"} <= set(names)
+        assert {"the paper", "our recipes in canonical form", "peers: dense, low-rank, pruned"} <= set(names)
         labels = [name for name in names if re.fullmatch(r"\d\d\.\d %, [\d.]+ [kM]", name)]
         assert sorted(label.rpartition(", ")[2] for label in labels) == ["0.14 M", "0.21 M", "71.0 k"]
         assert "<title>beyond-cifar10/low-rank-140k: " in drawings["accuracy-parameters"]  # under the pointer

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.paper.tables import Table
-from cpnorm.lab.report import charts, code_protocol, explorer, figures, recipes, story
+from cpnorm.lab.report import charts, code_protocol, explorer, figures, networks, recipes, story
 from cpnorm.lab.report.ablations import explanations
 from cpnorm.lab.report.claims import claims
 from cpnorm.lab.report.comparison import LAST, Comparison, compare, exact_bound
@@ -49,6 +49,7 @@ def build(results: str | Path, data_dir: str | Path | None = None) -> Document:
     compared = {table.key: [compare(row, table, records) for row in table.rows] for table in paper.tables()}
     everything = [entry for entries in compared.values() for entry in entries]
     answers = claims(records)
+    cuts = networks.read_cuts(Path(results))
     own = [key for keys in recipes.own_tables(records).values() for key in keys if not key.startswith("checks/")]
     sections = [
         agreement(everything, records),
@@ -60,13 +61,14 @@ def build(results: str | Path, data_dir: str | Path | None = None) -> Document:
             [table_section(table, compared[table.key], records) for table in paper.tables()],
         ),
         *([coded] if (coded := code_protocol.section(records, Path(results))) else []),
+        *([cut_networks] if (cut_networks := networks.section(cuts)) else []),
         recipes.section(records, own),
         explorer_section(records),
         figures_section(records, data_dir, Path(results) / "figures"),
         provenance(records),
     ]
-    sentences = story.sentences(everything, answers, records, own)
-    return Document(TITLE, charts.lead(records, own), sentences, sections)
+    sentences = story.sentences(everything, answers, records, own, cuts)
+    return Document(TITLE, charts.lead(records, own, cuts), sentences, sections)
 
 
 # --- what agrees ------------------------------------------------------------------------------------------------------
@@ -279,9 +281,9 @@ def figures_section(records: Records, data_dir: str | Path | None, earlier: Path
 
 def explorer_section(records: Records) -> Section:
     """Return the section in which trained networks can be truncated by hand."""
-    networks = explorer.networks(records)
+    found = explorer.networks(records)
     section = Section("explorer", "Explorer: truncate a trained network")
-    if networks:
+    if found:
         section.blocks += [
             Text(
                 "The slider removes the same share of each layer's terms, smallest |λ| first. Accuracy was measured on "
@@ -289,7 +291,7 @@ def explorer_section(records: Records) -> Section:
                 "results have them, cuts to one budget for all layers, with other criteria and refits, are shown "
                 "beside it, before and after fine-tuning."
             ),
-            Explorer(networks),
+            Explorer(found),
         ]
     else:
         section.blocks.append(Text("No trained network with measured truncation is in the results yet."))

@@ -25,13 +25,13 @@ from cpnorm.lab.report.drawing import (
     standalone,
     style,
 )
+from cpnorm.lab.report.networks import DATA_NAMES, OURS, Cut, name_of
 from cpnorm.lab.report.records import Records, Run, that_learned
 from cpnorm.lab.report.statistics import mean_curve, summarize
 from cpnorm.lab.training.runs import write_atomically
 
 STYLES = {"none": "s0", "weight": "s1", "cp": "s2", "tai": "s3"}  # a method looks the same in every drawing
 OTHERS = ("s2", "s1", "s3", "s4", "s5", "s0")
-DATA_NAMES = {"cifar10": "CIFAR-10", "svhn": "SVHN", "mnist": "MNIST", "digits": "digits"}
 OPTIMIZERS = {"sgd": "SGD", "rmsprop": "RMSprop", "adam": "Adam", "adamw": "AdamW"}
 LEAD = "accuracy-parameters"  # the figure with which the report opens
 
@@ -195,7 +195,8 @@ LOOKS = {  # kind: colour, marker, name in the legend
     "published": ("soft", "o", "the paper"),
     "again": ("s2", "o", "the paper's canonical rows, run here"),
     "own": ("s1", "D", "our recipes in canonical form"),
-    "peers": ("s0", "s", "peers: plain, weight-normalised, low-rank"),
+    "cut": ("s3", "^", "trained networks, cut by cpnorm"),
+    "peers": ("s0", "s", "peers: dense, low-rank, pruned"),
 }
 
 
@@ -207,9 +208,11 @@ def accuracy_against_parameters(records: Records, own_rows: Sequence[str]) -> li
     ]
 
 
-def lead(records: Records, own_rows: Sequence[str], data: str = "cifar10") -> Drawing | None:
+def lead(records: Records, own_rows: Sequence[str], cuts: Sequence[Cut] = (), data: str = "cifar10") -> Drawing | None:
     """Draw the figure that opens the report: accuracy against parameters on CIFAR-10, for wide and narrow screens."""
     kinds = marks_of(data, records, own_rows)
+    for cut in (cut for cut in cuts if cut.data == data):
+        kinds["cut" if cut.method == OURS else "peers"] += cut_marks(cut)
     if not _measured(kinds):
         return None
     wide = _scatter(LEAD, DATA_NAMES[data], kinds, 720, 400)
@@ -245,7 +248,7 @@ def _scatter(key: str, name: str, kinds: Kinds, width: int = 420, height: int = 
     for kind, (colour, shape, label) in LOOKS.items():
         face = "none" if kind == "published" else INK[colour]
         edge = INK[colour] if kind == "published" else INK["paper"]
-        look: dict[str, Any] = {"marker": shape, "linestyle": "", "markersize": 7}
+        look: dict[str, Any] = {"marker": shape, "linestyle": "", "markersize": 9 if shape == "^" else 7}
         look |= {"markerfacecolor": face, "markeredgecolor": edge}
         for mark in kinds[kind]:
             if mark.sd:
@@ -254,14 +257,16 @@ def _scatter(key: str, name: str, kinds: Kinds, width: int = 420, height: int = 
         if kinds[kind]:
             axes.plot([], [], label=label, **look)
     legend(figure, axes, 2 if width > 600 else 1)
-    front = sorted((m for m in kinds["own"] if _is_on_the_front(m, kinds["own"])), key=lambda m: m.parameters)
+    ours = [*kinds["own"], *kinds["cut"]]
+    front = sorted((m for m in ours if _is_on_the_front(m, ours)), key=lambda m: m.parameters)
     labels = [(m.parameters, m.accuracy, f"{m.accuracy:.1f} %, {count(m.parameters).text}") for m in front]
     label_points(axes, labels, [(m.parameters, max(m.accuracy, bottom)) for m in marks])
     caption = (
         f"{name}: mean accuracy of the last epoch against the number of parameters; lines are one standard deviation."
     )
-    if below := [f"{mark.row} ({mark.accuracy:.2f} %)" for mark in marks if mark.accuracy < bottom]:
-        caption += f" Below the frame: {', '.join(below)}."
+    if below := [f"{mark.row} ({mark.accuracy:.1f} %)" for mark in marks if mark.accuracy < bottom]:
+        shown = "; ".join(below) if len(below) < 4 else f"{len(below)} networks, of which the tables below have all"
+        caption += f" Below the frame: {shown}."
     return finish(figure, key, f"Accuracy against parameters on {name}", caption)
 
 
@@ -287,6 +292,17 @@ def marks_of(data: str, records: Records, own_rows: Sequence[str]) -> Kinds:
         if settings.get("data") == data and (mark := _mark(key, records)):
             kinds["own" if settings.get("norm") == "cp" else "peers"].append(mark)
     return kinds
+
+
+def cut_marks(cut: Cut) -> list[Mark]:
+    """Return a cut network as it is right after the cut, and after fine-tuning."""
+    marks = []
+    for state, accuracies in (("without training", cut.untrained), ("fine-tuned", cut.tuned)):
+        if summary := summarize(accuracies):
+            row = f"{cut.network}, {name_of(cut)}, {100 * cut.share:g} %, {state}"
+            note = f"{row}: {summary.mean:.2f} %, {cut.parameters:,.0f} parameters, n = {summary.n}"
+            marks.append(Mark(cut.parameters, summary.mean, summary.sd or 0.0, row, note))
+    return marks
 
 
 def _mark(key: str, records: Records) -> Mark | None:

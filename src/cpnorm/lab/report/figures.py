@@ -11,10 +11,10 @@ import torch
 from cpnorm.lab.data.images import CLASSES, DataNotFoundError, load
 from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.paper.tables import Figure, Histogram
-from cpnorm.lab.report.charts import DATA_NAMES
 from cpnorm.lab.report.comparison import exact_bound
 from cpnorm.lab.report.document import Drawing
 from cpnorm.lab.report.drawing import INK, NOTE, finish, image_grid, legend, panel, style
+from cpnorm.lab.report.networks import DATA_NAMES
 from cpnorm.lab.report.records import Records, Run, numbers
 from cpnorm.lab.report.statistics import straightness
 

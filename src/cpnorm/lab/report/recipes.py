@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cpnorm.lab.paper import beyond
 from cpnorm.lab.paper import tables as paper
-from cpnorm.lab.report import charts
+from cpnorm.lab.report import charts, story
 from cpnorm.lab.report.comparison import LAST, best_epochs, last_epochs, late_epochs
 from cpnorm.lab.report.document import (
     MISSING,
@@ -52,6 +52,7 @@ def section(records: Records, drawn: Sequence[str]) -> Section:
             else "No recipe of our own has a finished run yet."
         )
     )
+    section.blocks += [Text(found)] if (found := story.low_rank(records, drawn)) else []
     drawings = charts.accuracy_against_parameters(records, drawn)
     if drawings:
         section.blocks.append(Gallery(drawings))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from cpnorm.lab.report.charts import DATA_NAMES, Mark, marks_of
+from cpnorm.lab.report import networks
+from cpnorm.lab.report.charts import Mark, marks_of
 from cpnorm.lab.report.comparison import PUBLISHED_RUNS, Comparison
 from cpnorm.lab.report.document import count
+from cpnorm.lab.report.networks import DATA_NAMES, Cut
 from cpnorm.lab.report.records import Records
 from cpnorm.lab.report.tally import Claim
 
@@ -15,11 +17,16 @@ TOLD = ("faster", "weight", "compression")  # claims of which the opening speaks
 
 
 def sentences(
-    entries: Sequence[Comparison], answers: Sequence[Claim], records: Records, own_rows: Sequence[str]
+    entries: Sequence[Comparison],
+    answers: Sequence[Claim],
+    records: Records,
+    own_rows: Sequence[str],
+    cuts: Sequence[Cut] = (),
 ) -> list[str]:
     """Return up to five sentences: what was measured, three of the paper's claims, and our own smallest networks."""
     headlines = {claim.key: claim.headline for claim in answers}
-    found = [reproduction(entries), *(headlines[key] for key in TOLD), low_rank(records, own_rows)]
+    smallest = networks.sentence(cuts) or low_rank(records, own_rows)
+    found = [reproduction(entries), *(headlines[key] for key in TOLD), smallest]
     return [sentence for sentence in found if sentence]
 
 

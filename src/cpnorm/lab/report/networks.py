@@ -1,0 +1,142 @@
+"""Trained networks that were cut, beside other methods: the records of benchmarks/compression_accuracy.py."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cpnorm.lab.report.document import Cell, Column, Grid, Section, Text, count, mean_sd, number, signed, words
+from cpnorm.lab.report.records import LARGEST, RecordError, numbers
+from cpnorm.lab.report.statistics import summarize
+from cpnorm.lab.training.records import read_records
+
+FOLDER = "networks"  # below the results
+OURS, DENSE = "cpnorm", "dense"
+NAMES = {"cpnorm": "cpnorm", "dense": "dense", "svd": "SVD", "whitened-svd": "whitened SVD"}
+NAMES |= {"torch-pruning": "Torch-Pruning", "tucker2": "Tucker-2", "cp-als": "CP by ALS", "tensorly-torch": "TensorLy"}
+
+
+NETWORKS = {"resnet18": "ResNet-18", "resnet20": "ResNet-20", "resnet56": "ResNet-56", "vgg16": "VGG-16"}
+DATA_NAMES = {"cifar10": "CIFAR-10", "svhn": "SVHN", "mnist": "MNIST", "digits": "digits"}
+
+
+@dataclass
+class Cut:
+    """One network, cut by one method to one share of its parameters."""
+
+    network: str
+    data: str
+    method: str
+    share: float
+    parameters: float = 0.0
+    untrained: list[float] = field(default_factory=list)  # accuracies right after the cut
+    tuned: list[float] = field(default_factory=list)  # accuracies after fine-tuning, one per seed
+
+
+def read_cuts(results: Path) -> list[Cut]:
+    """Return the cuts of the results by network, share and method; smoke tests of the benchmark are left out."""
+    cuts: dict[tuple[str, str, str, float], Cut] = {}
+    for path in sorted((results / FOLDER).glob("*.jsonl")):
+        try:
+            for line, record in read_records(path):
+                if record.get("benchmark") != "compression_accuracy" or record.get("smoke"):
+                    continue
+                found = numbers([record.get(key) for key in ("share", "parameters", "accuracy")])
+                if len(found) != 3 or not 0 <= found[2] <= 100 or not 0 < found[1] < LARGEST:
+                    raise ValueError(f"{path}, line {line}: expected share, parameters and accuracy as numbers")
+                names = [record.get(key) for key in ("network", "data", "method")]
+                if not all(isinstance(name, str) and name for name in names):
+                    raise ValueError(f"{path}, line {line}: expected names of network, data and method, got {names!r}")
+                key = (str(names[0]), str(names[1]), str(names[2]), found[0])
+                cut = cuts.setdefault(key, Cut(*key))
+                cut.parameters = found[1]
+                (cut.tuned if record.get("finetuning") else cut.untrained).append(found[2])
+        except ValueError as error:
+            raise RecordError(reprlib.repr(str(error)) if len(str(error)) > 400 else str(error)) from error
+    return sorted(
+        cuts.values(),
+        key=lambda cut: (
+            cut.data,
+            cut.network,
+            -cut.share,
+            list(NAMES).index(cut.method) if cut.method in NAMES else len(NAMES),
+        ),
+    )
+
+
+def name_of(cut: Cut) -> str:
+    """Return the name of a method."""
+    return NAMES.get(cut.method, cut.method)
+
+
+def network_name(cut: Cut) -> str:
+    """Return the usual name of a network."""
+    return NETWORKS.get(cut.network, cut.network)
+
+
+def section(cuts: Sequence[Cut]) -> Section | None:
+    """Return a table for every network, or None where none was cut."""
+    if not cuts:
+        return None
+    text = (
+        "Networks that were trained in the usual way and then cut to a share of their parameters, by cpnorm and by "
+        "other methods. All methods see the same training images; whether batch norms get new statistics is chosen on "
+        "held-out training images. Fine-tuning is the same for all, and the dense network is fine-tuned as a control. "
+        "Pruning is meant to be followed by training: a dash means that it was not measured."
+    )
+    part = Section("networks", "Trained networks, cut beside other methods", [Text(text)])
+    for network in dict.fromkeys((cut.network, cut.data) for cut in cuts):
+        part.blocks.append(grid([cut for cut in cuts if (cut.network, cut.data) == network]))
+    return part
+
+
+def grid(cuts: Sequence[Cut]) -> Grid:
+    """Return the cuts of one network."""
+    whole = next((cut.untrained[0] for cut in cuts if cut.method == DENSE and cut.untrained), None)
+    rows = []
+    for cut in cuts:
+        untrained, tuned = summarize(cut.untrained), summarize(cut.tuned)
+        change = [None if s is None or whole is None else s.mean - whole for s in (untrained, tuned)]
+        rows.append(
+            [
+                words(name_of(cut)),
+                Cell(f"{100 * cut.share:g} %", cut.share),
+                count(cut.parameters),
+                number(untrained.mean if untrained else None),
+                signed(change[0] if cut.method != DENSE else None),
+                mean_sd(tuned),
+                signed(change[1]),
+                Cell(str(len(cut.tuned)), len(cut.tuned)),
+            ]
+        )
+    columns = [
+        Column("method", words=True),
+        Column("share"),
+        Column("parameters"),
+        *(Column(name, "without training") for name in ("accuracy, %", "− dense")),
+        *(Column(name, "fine-tuned") for name in ("accuracy, %", "− dense", "n")),
+    ]
+    data = DATA_NAMES.get(cuts[0].data, cuts[0].data)
+    return Grid(f"{network_name(cuts[0])} on {data}", columns, rows)
+
+
+def sentence(cuts: Sequence[Cut], data: str = "cifar10") -> str:
+    """Return what cpnorm keeps of a network at its smallest fine-tuned share, beside the other methods there."""
+    ours = [cut for cut in cuts if cut.data == data and cut.method == OURS and cut.tuned and cut.untrained]
+    if not ours:
+        return ""
+    best = min(ours, key=lambda cut: cut.share)
+    there = [cut for cut in cuts if (cut.network, cut.data) == (best.network, data)]
+    whole = next((cut.untrained[0] for cut in there if cut.method == DENSE and cut.untrained), None)
+    peers = [cut for cut in there if cut.share == best.share and cut.method not in (OURS, DENSE) and cut.untrained]
+    tuned = summarize(best.tuned)
+    if whole is None or tuned is None:
+        return ""
+    others = ", ".join(f"{name_of(cut)} {cut.untrained[0]:.1f} %" for cut in peers)
+    return (
+        f"Cut to {100 * best.share:g} % of its parameters, a trained {network_name(best)} keeps "
+        f"{best.untrained[0]:.1f} of {whole:.1f} % without training and {tuned.mean:.1f} % after fine-tuning"
+        + (f"; other methods keep, without training: {others}." if others else ".")
+    )

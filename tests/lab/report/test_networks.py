@@ -1,0 +1,72 @@
+"""Cut networks beside other methods: read from their records, told in a table, a sentence and the leading figure."""
+
+import json
+
+import pytest
+
+from cpnorm.lab.report import RecordError, build
+from cpnorm.lab.report.document import Grid
+from cpnorm.lab.report.networks import read_cuts, section, sentence
+from report_cases import blocks
+
+RECORD = {"benchmark": "compression_accuracy", "network": "resnet18", "data": "cifar10", "smoke": False}
+
+
+def record(method, share, accuracy, **more):
+    sizes = {"share": share, "parameters": round(11_173_962 * share), "accuracy": accuracy}
+    return RECORD | sizes | {"method": method} | more
+
+
+LINES = [
+    record("dense", 1.0, 94.0),
+    record("cpnorm", 0.05, 92.5),
+    record("cpnorm", 0.05, 93.4, seed=0, finetuning={"epochs": 15}),
+    record("cpnorm", 0.05, 93.6, seed=1, finetuning={"epochs": 15}),
+    record("svd", 0.05, 22.0),
+    record("svd", 0.1, 55.0),
+    record("svd", 0.1, 1.0, smoke=True),
+    {"benchmark": "another"},
+]
+
+
+def write(folder, lines):
+    (folder / "networks").mkdir(parents=True, exist_ok=True)
+    (folder / "networks/a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_a_table_of_every_method_by_share(tmp_path):
+    part = section(read_cuts(write(tmp_path, LINES)))
+    (grid,) = blocks([part], Grid)
+    assert grid.caption == "ResNet-18 on CIFAR-10"
+    texts = [[cell.text for cell in row] for row in grid.rows]
+    assert texts == [
+        ["dense", "100 %", "11.17 M", "94.00", "–", "–", "–", "0"],
+        ["SVD", "10 %", "1.12 M", "55.00", "−39.00", "–", "–", "0"],
+        ["cpnorm", "5 %", "0.56 M", "92.50", "−1.50", "93.50 ± 0.14", "−0.50", "2"],
+        ["SVD", "5 %", "0.56 M", "22.00", "−72.00", "–", "–", "0"],
+    ]
+
+
+def test_one_sentence_and_the_leading_figure(tmp_path):
+    found = sentence(read_cuts(write(tmp_path, LINES)))
+    assert found == (
+        "Cut to 5 % of its parameters, a trained ResNet-18 keeps 92.5 of 94.0 % without training and 93.5 % after "
+        "fine-tuning; other methods keep, without training: SVD 22.0 %."
+    )
+    document = build(tmp_path)
+    assert document.sentences[-1] == found
+    assert "<title>resnet18, cpnorm, 5 %, fine-tuned: 93.50 %" in document.lead.svg
+    assert sentence(read_cuts(write(tmp_path, LINES[:2]))) == ""  # nothing was fine-tuned
+
+
+def test_without_records_there_is_no_section(tmp_path):
+    assert read_cuts(tmp_path) == []
+    assert section([]) is None
+    assert sentence([]) == ""
+
+
+@pytest.mark.parametrize("odd", [{"accuracy": 101}, {"parameters": 10**39}, {"share": None}, {"network": 3}])
+def test_an_odd_record_is_named(tmp_path, odd):
+    with pytest.raises(RecordError, match=r"a\.jsonl, line 2: expected"):
+        read_cuts(write(tmp_path, [LINES[0], LINES[1] | odd]))
