@@ -11,6 +11,7 @@ from typing import Any
 
 Record = Mapping[str, Any]
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"  # what stands between them in a page is made
+TICKS = (2, 3, 5, 10, 20, 33, 50, 100)  # per cent
 COLOURS = {
     "cpnorm": "#c1272d",
     "cpnorm-outputs": "#e8787c",
@@ -104,7 +105,7 @@ def with_figures(text: str, records: Sequence[Record], figure: str) -> str:
     for network, data in sorted({(record["network"], record["data"]) for record in records}):
         here = [record for record in records if (record["network"], record["data"]) == (network, data)]
         machine = here[0]["machine"]
-        parts.append(f"**{network}, {data}**: {machine['gpu'] or machine['cpu']}, commits {_commits(here)}")
+        parts.append(f"**{network}, {data}**: {machine['gpu'] or machine['cpu']}, commit {_commits(here)}")
         parts.append("\n".join(table(here)))
     parts.append(f"![accuracy against parameters and FLOPs]({figure})")
     return before + BEGIN + "\n" + "\n\n".join(parts) + "\n" + END + after
@@ -130,13 +131,19 @@ def draw(records: Sequence[Record], path: Path) -> None:
         for axis, quantity in ((left, "parameters"), (right, "flops")):
             _curves(axis, here, quantity)
             axis.set_xscale("log")
+            axis.set_xlim(1.7, 110)
+            axis.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
+            axis.minorticks_off()
             axis.set_xlabel(f"{'FLOPs' if quantity == 'flops' else 'parameters'} left, % of dense")
             axis.axhline(here[0]["dense_accuracy"], color="black", linewidth=0.8, linestyle=":")
             axis.grid(alpha=0.3)
         left.set_ylabel("test accuracy, %")
         left.set_title(f"{network}, {data}", loc="left")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    named = {
+        label: handle for axis in axes[:, 0] for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(named.values(), named, loc="outside lower center", ncols=6, frameon=False)
+    figure.suptitle("cut without training (lines), fine-tuned (circles), dense (dotted)", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -156,7 +156,7 @@ def test_of_two_records_of_one_measurement_the_later_counts(tmp_path: Path) -> N
         [{**record, "machine": {"gpu": None, "cpu": "abacus"}, "commit": "abc"} for record in records],
         "f.png",
     )
-    assert page.startswith("a\n<!-- figures -->\n**n, d**: abacus, commits abc\n\n| network |")
+    assert page.startswith("a\n<!-- figures -->\n**n, d**: abacus, commit abc\n\n| network |")
     assert page.endswith("](f.png)\n<!-- /figures -->\nb\n")
 
 
