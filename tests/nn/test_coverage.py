@@ -110,3 +110,10 @@ def test_experts_stay_and_the_rest_is_shrunk() -> None:
     assert len(experts) == 2
     assert all("by expert" in reason and "gate_up_proj 4×96×32" in reason for reason in experts)
     assert any(layer.name.endswith("q_proj, k_proj, v_proj") for layer in small.report.layers)
+
+
+def test_summaries_list_what_stays_dense() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 4))
+    for overview in (cpnorm.summary(model), cpnorm.summary(cpnorm.canonical_norm(model))):
+        assert [(each.name, each.parameters) for each in overview.dense] == [("1", 16 * 8 + 16 * 4)]
+        assert "left dense:\n  1 (192): a recurrent layer" in str(overview)

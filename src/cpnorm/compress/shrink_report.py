@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpnorm.describe.tables import mega, share, table
+from cpnorm.nn.coverage import DenseLayer
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,6 @@ class ShrunkLayer:
             f"{self.parameters_after:,}",
             share(self.parameters_after, self.parameters_before),
         ]
-
-
-@dataclass(frozen=True)
-class DenseLayer:
-    """One layer with matrices that was left as it is, and why."""
-
-    name: str
-    parameters: int
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -96,6 +88,5 @@ class ShrinkReport:
             table(header, [layer._cells() for layer in self.layers], left=(0, 1, 2, 4)),
         ]
         if self.dense:
-            lines.append("left dense:")
-            lines += [f"  {each.name or '(this layer)'} ({each.parameters:,}): {each.reason}" for each in self.dense]
+            lines += ["left dense:", *(f"  {each}" for each in self.dense)]
         return "\n".join(lines)

@@ -18,13 +18,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from cpnorm._checks import check_model, is_number
 from cpnorm.compress.calibration_data import accuracy, as_batches, batch_size, first_sample, relative_error
 from cpnorm.compress.probe import Batch
-from cpnorm.compress.shrink_report import DenseLayer, ShrinkReport, ShrunkLayer
+from cpnorm.compress.shrink_report import ShrinkReport, ShrunkLayer
 from cpnorm.compress.truncation import truncate
 from cpnorm.deploy.factorization import Factorization, choose_forms
 from cpnorm.deploy.timing import fastest
 from cpnorm.nn.canonical import count_parameters
 from cpnorm.nn.convert import Skip, canonical_layers, canonical_norm, fold, skipped
-from cpnorm.nn.coverage import dense_reasons, unpack_layers
+from cpnorm.nn.coverage import DenseLayer, dense_reasons, unpack_layers
 from cpnorm.nn.modes import flatten_modes
 from cpnorm.nn.planner import LAYERS
 from cpnorm.nn.running import evaluating, run, to_device_of

@@ -15,6 +15,7 @@ from cpnorm.describe.renamed import renamed
 from cpnorm.describe.tables import mega, share, sparkline, table
 from cpnorm.nn.canonical import CPLayer, count_parameters, tie_key
 from cpnorm.nn.convert import canonical_layers, convertible_layers
+from cpnorm.nn.coverage import DenseLayer, dense_layers
 from cpnorm.nn.work import Work, count_work
 
 SHARES = (0.5, 0.25, 0.1)  # of a plain layer's parameters
@@ -84,6 +85,7 @@ class Summary:
     parameters: int
     parameters_dense: int
     parameters_exact: int  # in canonical form at the exact ranks
+    dense: tuple[DenseLayer, ...] = ()  # layers that have no canonical form
 
     weights = renamed("parameters")
     weights_dense = renamed("parameters_dense")
@@ -118,6 +120,7 @@ class Summary:
             f"{self.parameters:,} parameters in all: {share(self.parameters, self.parameters_dense)} of the dense "
             f"network's {self.parameters_dense:,}, {share(self.parameters, self.parameters_exact)} of the "
             f"{self.parameters_exact:,} in canonical form at exact ranks"
+            f"{_left_dense(self.dense)}"
         )
 
 
@@ -144,6 +147,7 @@ class Potential:
 
     layers: tuple[LayerPotential, ...]
     parameters: int
+    dense: tuple[DenseLayer, ...] = ()  # layers that have no canonical form
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -158,6 +162,7 @@ class Potential:
             f"{inside:,} of {self.parameters:,} parameters ({share(inside, self.parameters)}) are in layers that can "
             "be cut; energies are those of the exact form, and a fit to data keeps far more of the outputs: "
             "canonical_norm(model), then truncate(model, params=0.5, data=...), or sweep(model, data)"
+            f"{_left_dense(self.dense)}"
         )
 
 
@@ -180,7 +185,11 @@ def _potential(model: nn.Module) -> Potential:
         rows.append(LayerPotential(name, kind, tuple(weight.shape), weight.numel(), even, energy))
     if not rows:
         raise ValueError(f"{type(model).__name__} has no linear or convolutional layer to summarise")
-    return Potential(tuple(rows), count_parameters(model))
+    return Potential(tuple(rows), count_parameters(model), dense_layers(model))
+
+
+def _left_dense(layers: tuple[DenseLayer, ...]) -> str:
+    return "".join(["\nleft dense:", *(f"\n  {layer}" for layer in layers)]) if layers else ""
 
 
 @torch.no_grad()
@@ -206,6 +215,7 @@ def summary(model: nn.Module, example_input: Any = None) -> Summary | Potential:
         parameters,
         plain + sum(row.parameters_dense for row in rows),
         plain + sum(1 + row.exact_rank * (1 + sum(row.shape)) for row in rows),
+        dense_layers(model),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -40,6 +41,27 @@ def _is_conv1d(layer: nn.Module) -> bool:
     kind = type(layer)
     plain = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
     return plain and {"weight", "bias"} <= layer._parameters.keys()
+
+
+@dataclass(frozen=True)
+class DenseLayer:
+    """One layer with matrices that is left as it is, and why."""
+
+    name: str
+    parameters: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name or '(this layer)'} ({self.parameters:,}): {self.reason}"
+
+
+def dense_layers(model: nn.Module) -> tuple[DenseLayer, ...]:
+    """Return the layers that have no canonical form, with their sizes and reasons."""
+    modules = dict(model.named_modules())
+    return tuple(
+        DenseLayer(name, sum(p.numel() for p in _tensors(modules[name]).values()), reason)
+        for name, reason in dense_reasons(model).items()
+    )
 
 
 def dense_reasons(model: nn.Module, skip: Skip = ()) -> dict[str, str]:
