@@ -260,7 +260,7 @@ def _scatter(key: str, name: str, kinds: Kinds, width: int = 420, height: int = 
     ours = [*kinds["own"], *kinds["cut"]]
     front = sorted((m for m in ours if _is_on_the_front(m, ours)), key=lambda m: m.parameters)
     labels = [(m.parameters, m.accuracy, f"{m.accuracy:.1f} %, {count(m.parameters).text}") for m in front]
-    label_points(axes, labels, [(m.parameters, max(m.accuracy, bottom)) for m in marks])
+    label_points(axes, labels, [(m.parameters, m.accuracy - m.sd, m.accuracy + m.sd) for m in marks])
     caption = (
         f"{name}: mean accuracy of the last epoch against the number of parameters; lines are one standard deviation."
     )

@@ -114,16 +114,26 @@ def tick_text(value: float) -> str:
     return text.replace("-", "−")
 
 
-def label_points(axes: Axes, labels: Sequence[tuple[float, float, str]], marks: Sequence[tuple[float, float]]) -> int:
+def label_points(
+    axes: Axes, labels: Sequence[tuple[float, float, str]], marks: Sequence[tuple[float, float, float]]
+) -> int:
     """Write names beside points where they cover no mark, no other name and not the edge; return how many fit.
 
     Names that fit nowhere are left out: their points still have tooltips.
+
+    Args:
+        axes: with final limits.
+        labels: x, y and name of the points.
+        marks: x, and the lowest and highest y, of everything that is drawn.
     """
     figure = axes.figure
     assert isinstance(figure, Figure)
     figure.draw_without_rendering()  # the layout must be final, or positions mean nothing
     figure.set_layout_engine("none")
-    taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in axes.transData.transform(list(marks))]
+    taken = []
+    for x, low, high in marks:
+        (left, bottom), (_, top) = axes.transData.transform([(x, low), (x, high)])
+        taken.append(Bbox.from_extents(left - 6, bottom - 6, left + 6, top + 6))
     written = 0
     for x, y, name in labels:
         text = axes.annotate(name, (x, y), xytext=(0, 0), textcoords="offset points", fontsize=10)
