@@ -79,7 +79,7 @@ def _choose(
     obstacle = obstacle if calls else "not called on the example input"
     names = [] if asked == "dense" else [asked] if asked else [] if obstacle else forms_of(layer)
     device, shapes = "cuda" if layer.lambdas.is_cuda else "cpu", [call.shape for call in calls]
-    if asked is None and (device == "cpu" or not measure):  # the model of the costs does not know what they are for
+    if asked is None:  # what aligned forms gain on a GPU is not modelled
         names = [form for form in names if not form.startswith(ALIGNED)]
     costs = {"dense": form_cost(dense_form(layer), shapes, device)}
     costs |= {form: form_cost(chain(layer, form, empty=True), shapes, device) for form in names}
@@ -95,6 +95,10 @@ def _choose(
     timed = _worth_timing(costs)
     if not timed:
         return pick("dense", "no chain needs fewer FLOPs")
+    if device == "cuda":
+        aligned = [f"{ALIGNED}{form}" for form in timed if f"{ALIGNED}{form}" in forms_of(layer)][: MOST_TIMED // 2]
+        costs |= {form: form_cost(chain(layer, form, empty=True), shapes, device) for form in aligned}
+        timed += aligned
 
     last = channels_last and has_layouts(dense)
     layout = LAYOUTS[len(layer.modes)] if last else torch.contiguous_format
@@ -120,10 +124,7 @@ def _choose(
 def _worth_timing(costs: Mapping[str, FormCost]) -> list[str]:
     """Return the chains with fewer FLOPs than dense that the model of the costs calls promising, cheapest first."""
     lighter = sorted((form for form in costs if costs[form].flops < costs["dense"].flops), key=lambda f: costs[f].total)
-    plain = [form for form in lighter if not form.startswith(ALIGNED)]
-    plain = [form for form in plain if costs[form].total <= HOPELESS * costs[plain[0]].total][:MOST_TIMED]
-    aligned = [f"{ALIGNED}{form}" for form in plain if f"{ALIGNED}{form}" in lighter]  # what they gain is not modelled
-    return plain + aligned[: MOST_TIMED // 2]
+    return [form for form in lighter if costs[form].total <= HOPELESS * costs[lighter[0]].total][:MOST_TIMED]
 
 
 def _run_all(layer: nn.Module, inputs: Iterable[Tensor]) -> None:

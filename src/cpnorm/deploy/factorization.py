@@ -150,20 +150,20 @@ class Factorization:
         for base, name in ((self, "chosen forms"), (dense, "dense")):
             for limit in FUSED_RANKS:
                 choice = replace(base, channels_last=layout, sliced_pools=False, fused_up_to=limit)
-                twin, fused, changed = choice._copy(model)
+                made, fused, changed = choice._copy(model)
                 choice = replace(choice, layers=choice._with_fused(model, fused, traced))
                 if not changed or (key := tuple(layer.form for layer in choice.layers.values())) in seen:
                     continue
                 seen.add(key)
                 try:
-                    if (precision := compare(twin.eval(), traced)) is None:
+                    if (precision := compare(made.eval(), traced)) is None:
                         continue
-                    if not kernels_match_torch(twin, traced.inputs):
+                    if not kernels_match_torch(made, traced.inputs):
                         raise ArithmeticError("they do not compute what torch does")
                 except Exception as error:  # GPUs that the kernels do not support fail in many ways
                     warnings.warn(f"kernels for layers of up to {limit} terms are left out: {error}", stacklevel=3)
                     continue
-                candidates[f"{name}, fused up to {limit}"] = replace(choice, compared_in=precision), twin
+                candidates[f"{name}, fused up to {limit}"] = replace(choice, compared_in=precision), made
         return _choose_candidate(candidates, traced, cuda_graph)
 
     def _copy(self, model: nn.Module) -> tuple[nn.Module, dict[str, str], bool]:
@@ -329,9 +329,9 @@ def _verified(choice: Factorization, model: nn.Module, traced: Trace, asked: boo
     reason = "the model treats layers by their class"
     without = replace(choice, rewrites=NO_REWRITES, sliced_pools=False)
     for option in (choice, without, *([] if asked else [without._all_dense(reason)])):
-        twin = option.apply(model).eval()
-        if precision := compare(twin, traced):
-            return replace(option, compared_in=precision), twin
+        made = option.apply(model).eval()
+        if precision := compare(made, traced):
+            return replace(option, compared_in=precision), made
     if asked:
         raise ValueError("the model computes something else in these forms: it treats layers by their class")
     return replace(option, channels_last=False), copy.deepcopy(traced.dense)
@@ -341,7 +341,7 @@ def _choose_candidate(
     candidates: Mapping[str, tuple[Factorization, nn.Module]], traced: Trace, cuda_graph: bool
 ) -> Factorization:
     """Time the candidates and the dense model, and return the smallest of the fastest candidates."""
-    runs = {name: partial(run, twin, traced.inputs) for name, (_, twin) in candidates.items()}
+    runs = {name: partial(run, made, traced.inputs) for name, (_, made) in candidates.items()}
     runs["unchanged"] = partial(run, traced.dense, traced.inputs)
     seconds = fastest(runs, traced.device, cuda_graph=cuda_graph)
     sizes = {name: choice.total("chosen").parameters for name, (choice, _) in candidates.items()}

@@ -96,7 +96,8 @@ def chain(layer: CPLayer, form: str, *, empty: bool = False) -> nn.Module:
     wide = torch.float64 if layer.lambdas.dtype == torch.float64 else torch.float32
     device = torch.device("meta") if empty else layer.lambdas.device
     scales = (layer.sigma * layer.lambdas).to(device, wide)
-    factors = [unit_columns(factor.to(device, wide)) for factor in layer.factors]
+    factors = [factor.to(device, wide) for factor in layer.factors]
+    factors = factors if empty else [unit_columns(factor) for factor in factors]
     aligned, base = form.startswith(ALIGNED), form.removeprefix(ALIGNED)
     if aligned:
         scales, *factors = (F.pad(terms, (0, -len(scales) % ALIGNMENT)) for terms in (scales, *factors))
@@ -167,6 +168,7 @@ def _transposed_chain(steps: dict[str, nn.Module]) -> GraphModule:
 def _conv_chain(conv: _ConvNd, steps: Steps, scales: Tensor, factors: Sequence[Tensor]) -> OrderedDict[str, nn.Module]:
     into, out = factors[:2] if conv.transposed else (factors[1], factors[0])
     kernels, groups = factors[2:], conv.groups
+    ones = (1,) * len(kernels)
     for axis, kernel in enumerate(kernels):
         if not any(axis in step for step in steps):
             scales = scales * kernel[0]
@@ -179,14 +181,14 @@ def _conv_chain(conv: _ConvNd, steps: Steps, scales: Tensor, factors: Sequence[T
     for axes in steps:
         kernel = _kernel(kernels, axes)  # (R, k, ...), 1 along the axes of other steps
         if not layers:
-            weight = torch.einsum("gir,r...->gri...", into, kernel).flatten(0, 1)  # (g R, I / g, k, ...)
+            weight = (into.mT.reshape(*into.mT.shape, *ones) * kernel[:, None]).flatten(0, 1)  # (g R, I / g, k, ...)
             layers["into"] = _conv_step(conv, axes, weight, groups)
         elif len(layers) < len(steps) - 1:
             name = "depthwise" if len(steps) == 3 else f"axis{axes[0]}"
             weight = kernel.repeat(groups, *(1 for _ in kernels))[:, None]  # (g R, 1, k, ...)
             layers[name] = _conv_step(conv, axes, weight, len(weight))
         else:
-            weight = torch.einsum("or,r...->or...", out, kernel)  # (O, R, k, ...)
+            weight = out.reshape(*out.shape, *ones) * kernel  # (O, R, k, ...)
             layers["out"] = _conv_step(conv, axes, weight, groups, conv.bias)
     return layers
 

@@ -52,17 +52,17 @@ def fused_copy(
     Returns:
         The copy, the forms of the layers that are fused in it, by name, and whether it has any kernels at all.
     """
-    twin = copy.deepcopy(model)
-    fusing = [_Fusing(twin, part) for part in parts]
+    made = copy.deepcopy(model)
+    fusing = [_Fusing(made, part) for part in parts]
     fused: dict[str, str] = {}
     for one in fusing:
         fused |= one.fuse_blocks(widest)
-    twin = make_plain(twin, forms, channels_last, rewrites)
+    made = make_plain(made, forms, channels_last, rewrites)
     for one in fusing:
         one.fuse_epilogues()
     for one in fusing:
-        twin = one.put_into(twin)
-    return twin, fused, any(one.changed for one in fusing)
+        made = one.put_into(made)
+    return made, fused, any(one.changed for one in fusing)
 
 
 def kernels_match_torch(model: nn.Module, example_input: Inputs) -> bool:

@@ -139,17 +139,17 @@ def plain_copy(
 
 
 def make_plain(
-    twin: nn.Module,
+    model: nn.Module,
     forms: Mapping[str, str],
     channels_last: bool,
     rewrites: Rewrites | None = None,
     sliced_pools: bool = False,
 ) -> nn.Module:
     """Do in place what ``plain_copy`` does in a copy."""
-    first = {tie_key(layer): name for name, layer in canonical_layers(twin).items()}
+    first = {tie_key(layer): name for name, layer in canonical_layers(model).items()}
     leaders: dict[int, nn.Module] = {}  # by tie key: tied layers share the weights of one chain
     chains: list[tuple[CPLayer, nn.Module]] = []
-    for layer in twin.modules():
+    for layer in model.modules():
         if not isinstance(layer, CPLayer) or (form := forms[first[tie_key(layer)]]) == "dense":
             continue
         plain = tagged(chain(layer, form), form=form, rank=layer.rank, modes=list(layer.modes))
@@ -162,12 +162,12 @@ def make_plain(
         chains.append((layer, plain))
     for layer, plain in chains:  # the object stays, so that every reference to it is to the chain
         layer.__class__, layer.__dict__ = type(plain), plain.__dict__  # type: ignore[assignment]
-    twin = fold(twin)
+    model = fold(model)
     if rewrites:
-        rewrites.apply(twin)
+        rewrites.apply(model)
     if sliced_pools:
-        slice_pools(twin)
-    return with_layout(twin, channels_last)
+        slice_pools(model)
+    return with_layout(model, channels_last)
 
 
 def tagged(module: nn.Module, **stands_for: Any) -> nn.Module:

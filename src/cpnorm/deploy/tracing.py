@@ -192,8 +192,8 @@ def _parts(dense: nn.Module, layers: list[str], training: bool) -> Iterator[Part
     """Yield the model if torch.fx can trace it, else those of its modules that it can."""
     # Traced in a copy that shares all tensors, since a forward may leave its symbolic values in attributes.
     shared = {id(tensor): tensor for tensor in (*dense.parameters(), *dense.buffers())}
-    twin = copy.deepcopy(dense, dict(shared)).train(training)
-    leaves = {twin.get_submodule(name) for name in layers}
+    copied = copy.deepcopy(dense, dict(shared)).train(training)
+    leaves = {copied.get_submodule(name) for name in layers}
 
     def visit(name: str, module: nn.Module) -> Iterator[Part]:
         if module in leaves or not module._modules:
@@ -212,4 +212,4 @@ def _parts(dense: nn.Module, layers: list[str], training: bool) -> Iterator[Part
         for key, child in inside.items():
             yield from visit(f"{name}.{key}" if name else key, child)
 
-    yield from visit("", twin)
+    yield from visit("", copied)

@@ -32,9 +32,9 @@ class Blocks(NamedTuple):
 
 def runs_kernel(x: Tensor, weight: Tensor | None = None) -> bool:
     """Return True if the kernels can run on x: on a GPU or in triton's interpreter, dtypes they know, no gradients."""
-    alike = weight is None or (x.dtype == weight.dtype and x.device == weight.device)
+    matches = weight is None or (x.dtype == weight.dtype and x.device == weight.device)
     fit = kernels_supported(x.device) and x.dtype in PRECISIONS and has_triton()
-    return fit and alike and not (torch.is_grad_enabled() and x.requires_grad)
+    return fit and matches and not (torch.is_grad_enabled() and x.requires_grad)
 
 
 _FOUND: dict[str, bool] = {}  # whether packages are installed, once asked for
