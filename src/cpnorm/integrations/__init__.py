@@ -27,9 +27,12 @@ def scalars(model: nn.Module) -> dict[str, float]:
 
 
 def one_process(processes: int) -> None:
-    """DDP keeps the shapes it was built with: a model that loses terms while training must be in one process."""
+    """Raise if a callback would truncate in several processes: it has the model, not the wrapper around it."""
     if processes > 1:
-        raise ValueError(f"expected one process for a truncation while training, got {processes}: truncate beforehand")
+        raise ValueError(
+            f"expected one process for a truncation while training, got {processes}: truncate before training, or call "
+            "cpnorm.truncate on the DistributedDataParallel in every process"
+        )
 
 
 def take_ranks(model: nn.Module, state: dict[str, Any], prefix: str = "", *_: Any) -> None:
