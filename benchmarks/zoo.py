@@ -75,16 +75,16 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
 
 
 def page(record: dict[str, Any]) -> str:
-    """The table as Markdown, with what it takes to read it."""
+    """Return the page as Markdown: the table and its explanation."""
     machine = record["machine"]
     lines = [
-        "# A zoo",
+        "# Other people's networks",
         "",
-        "Networks of other people's making and of the usual kinds, through `canonical_norm`, `truncate`, `factorize`.",
-        "Smaller ones of the same making go through `save`, `load`, `fold`, ONNX and `torch.export` as well, in",
-        "`tests/test_zoo.py`. This page is made by `benchmarks/zoo.py`; do not edit it.",
+        "Networks of other libraries go through `canonical_norm`, `truncate` and `factorize`. Smaller versions of them",
+        "also go through `save`, `load`, `fold`, ONNX and `torch.export` in `tests/test_zoo.py`. `benchmarks/zoo.py`",
+        "makes this page; do not edit it.",
         "",
-        "| network | from | weights | canonical, exact | error | truncated | factorised | chains | time ÷ dense |",
+        "| network | from | parameters | canonical, exact | error | truncated | factorised | chains | time ÷ dense |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in record["tables"][TABLE]:
@@ -108,14 +108,14 @@ def page(record: dict[str, Any]) -> str:
     )
     text = f"""
 - **error**: of the exact canonical form, ‖outputs − dense outputs‖ / ‖dense outputs‖.
-- **truncated**: to {100 * KEPT:g} % of the dense weights of the layers that take part. Embeddings, norms and
+- **truncated**: to {100 * KEPT:g} % of the dense parameters of the converted layers. Embeddings, norms and
   biases stay, and so do layers tied to an embedding.
-- **factorised**: weights after `factorize`, which keeps a layer dense where no chain of small ones is faster.
-- **chains**: how many of the canonical layers run as such a chain.
+- **factorised**: parameters after `factorize`, which keeps a layer dense where no chain of small layers is faster.
+- **chains**: how many of the canonical layers become such a chain.
 - **time ÷ dense**: median, smallest and largest of the rounds, in which dense and factorised take turns. `factorize`
-  too goes by the clock: on a machine busy with other things its choices differ from run to run.
+  also measures time, so that its choices vary from run to run on a busy machine.
 
-The weights are random, and so nothing is said about accuracy here; for that see
+The weights are random, so that accuracy cannot be measured here; for that see
 [compressing a pretrained network](guides/pretrained.md).
 
 {met}
@@ -123,17 +123,18 @@ The weights are random, and so nothing is said about accuracy here; for that see
 {machine["cpu"]}, {machine["threads"]} thread(s), torch {machine["versions"]["torch"]}, load {machine["load"]} from
 others on the machine, {record["date"]}, commit {record["commit"]}. Remake it: `{record["command"]}`.
 
-## What needs a word
+## Special cases
 
-- **Layers whose weight other code reads stay dense** in `factorize`, with that reason: the patch embedding of `ViT`,
-  whose weight is asked for its precision, and everything in `nn.TransformerEncoder`, where torch's fast path takes the
-  weights and calls no layer. Truncated they are smaller in the file that `save` writes, and no faster.
-- **Packed projections.** `nn.MultiheadAttention` keeps query, key and value in one bare parameter, `in_proj_weight`,
-  that belongs to no layer: it stays dense. Models of transformers have a linear layer for each, or one for the three.
-- **GPT-2's `Conv1D`** is a linear layer with its weight transposed.
-  `cpnorm.integrations.huggingface.linears_for_conv1d(model)` puts an `nn.Linear` in the place of each.
-- **Tied embeddings.** A weight shared with an embedding cannot be converted on one side only. `canonical_norm` says so
-  and converts nothing; `skip="lm_head"` leaves it alone, and it stays tied.
+- **Layers whose weight other code reads stay dense** in `factorize`, and the report gives that reason: the patch
+  embedding of `ViT`, whose weight is read for its dtype, and everything in `nn.TransformerEncoder`, where torch's fast
+  path reads the weights and calls no layer. Truncated, they are smaller in the file that `save` writes, but not faster.
+- **Packed projections.** `nn.MultiheadAttention` keeps query, key and value in one parameter, `in_proj_weight`, which
+  belongs to no layer. `canonical_norm` leaves it dense; `shrink` unpacks it into linear layers first. Models of
+  transformers have a linear layer for each projection, or one for the three.
+- **GPT-2's `Conv1D`** is a linear layer with a transposed weight. `shrink` converts it by itself; for `canonical_norm`,
+  `cpnorm.integrations.huggingface.linears_for_conv1d(model)` replaces each by an `nn.Linear`.
+- **Tied embeddings.** A weight shared with an embedding cannot be converted on one side only. `canonical_norm` leaves
+  it dense with a warning and converts the rest; `skip="lm_head"` silences the warning.
 - **Images flattened by `view`** cannot be channels last at that point: such models keep their layout.
 """
     return "\n".join(lines) + "\n" + text
