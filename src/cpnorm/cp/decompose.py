@@ -14,6 +14,9 @@ from cpnorm._checks import check_generator, check_int, check_type, is_number
 from cpnorm.cp.als import Progress, als_sweeps, power_sweep, random_units, repeat, svd_of_wide, unit_rows
 from cpnorm.cp.tensor import CPTensor
 
+SMALL = 2**18  # numbers in a tensor times its rank, up to which several starts are tried
+STARTS = 10
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -186,8 +189,7 @@ def cp_als(
             raise ValueError(f"expected an init of finite numbers, got NaN or infinity in one of shape {init.shape}")
         start = CPTensor.from_terms(start.sigma * start.lambdas / scale, start.factors).to(dense.dtype)
     elif init == "random":
-        units = [random_units(rank, size, dense, generator).mT for size in dense.shape]
-        start = CPTensor.from_terms(dense.new_zeros(rank), units)
+        start = _best_start(dense, rank, ridge, generator)
     elif init in ("power", "exact"):
         start = (cp_power if init == "power" else cp_exact)(dense, rank, generator=generator)
     else:
@@ -195,6 +197,32 @@ def cp_als(
     fitted = als_sweeps(dense, start, sweeps=sweeps, tolerance=tolerance, ridge=ridge)
     fitted = fitted.select(fitted.lambdas.argsort(descending=True, stable=True))
     return _as_given(weight, scale, fitted.lambdas, fitted.factors)
+
+
+def _best_start(dense: Tensor, rank: int, ridge: float, generator: torch.Generator | None) -> CPTensor:
+    """Return random vectors or, for a small tensor of many modes, the best of several starts after a few sweeps.
+
+    From one random start the sweeps often end in a local optimum where there are more than three modes. The first
+    other start has the singular vectors of the unfoldings.
+    """
+
+    def random() -> list[Tensor]:
+        return [random_units(rank, size, dense, generator).mT for size in dense.shape]
+
+    def zero(factors: list[Tensor]) -> CPTensor:
+        return CPTensor.from_terms(dense.new_zeros(rank), factors)
+
+    first = zero(random())
+    if dense.ndim <= 3 or dense.numel() * rank > SMALL:
+        return first
+    singular = []
+    for mode, factor in enumerate(random()):
+        unfolded = dense.movedim(mode, 0).flatten(1)
+        vectors = torch.linalg.eigh(unfolded @ unfolded.mT).eigenvectors.flip(1)[:, :rank]
+        singular.append(torch.cat([vectors, factor[:, vectors.shape[1] :]], 1))
+    starts = [first, zero(singular), *(zero(random()) for _ in range(STARTS - 2))]
+    tried = [als_sweeps(dense, start, sweeps=15, tolerance=0.0, ridge=ridge) for start in starts]
+    return max(tried, key=lambda cp: cp.fit(dense))
 
 
 class RankEstimate(NamedTuple):

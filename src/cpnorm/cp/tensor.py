@@ -63,18 +63,23 @@ def aligned(matrix: Tensor) -> Tensor:  # (d, R) -> (d, R rounded up to 8 on a G
 
 
 def inverse_norms(factor: Tensor) -> Tensor:  # (d, R) -> (R,)
-    """1 / 2-norm of each column, at least in float32; 0 for a column of zeros, and no gradient there.
+    """Return 1 / 2-norm of each column, at least in float32; 0 for a column of zeros, and no gradient there.
 
-    0 also for one whose squares are infinite (a norm above 1.8e19): training has run wild, and goes on without it.
+    Columns are divided by their largest entry first, so that squares of short ones do not vanish. The result is 0 also
+    for a norm above 1.8e19, whose square is infinite: training has run wild, and goes on without the term.
     """
     wide = factor.float() if factor.dtype in (torch.float16, torch.bfloat16) else factor
-    squares = wide.square().sum(0)
-    alive = ~(squares <= torch.finfo(wide.dtype).tiny)  # NaN is no zero: it stays, for all to see
-    return torch.where(alive, torch.where(alive, squares, 1.0).rsqrt(), 0.0)
+    limits = torch.finfo(wide.dtype)
+    largest = wide.detach().abs().amax(0)
+    alive = ~((largest < limits.tiny) | (largest >= limits.max**0.5))  # NaN is no zero: it stays, for all to see
+    scale = torch.where(alive & largest.isfinite(), largest, 1.0)
+    squares = (wide / scale).square().sum(0)
+    inverse = torch.where(alive, squares, 1.0).rsqrt() / scale
+    return torch.where(alive & ~(inverse < limits.max**-0.5), inverse, 0.0)
 
 
 def unit_columns(factor: Tensor) -> Tensor:  # (d, R) -> (d, R)
-    """Columns divided by their 2-norm; a column of zeros stays zero, and so does its gradient."""
+    """Return the columns divided by their 2-norm; a column of zeros stays zero, and so does its gradient."""
     return (factor * inverse_norms(factor)).to(factor.dtype)
 
 
