@@ -1,22 +1,23 @@
-"""Truncation while training: step by step towards a budget, and a pressure on the lambdas that prepares for it."""
+"""Truncation while training, step by step towards a budget."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from cpnorm._checks import check_int
-from cpnorm.compress.probe import Batch
+from cpnorm.compress.calibration_data import as_batches
 from cpnorm.compress.report import Report
 from cpnorm.compress.truncation import Optimizers, as_optimizers, truncate
 
 
 class GradualTruncation:
-    """Truncates a little at each ``step()``, so that training can close the wounds; every step keeps the same share.
+    """Truncate a little at each ``step()``, so that training can recover in between; every step keeps the same share.
 
-    ``truncate`` explains the budgets and options. The optimizer goes on with the terms that are left.
+    ``truncate`` explains the budgets and options. The optimizer goes on with the terms that are left, and all layers
+    stay canonical.
 
     >>> import torch
     >>> from cpnorm import canonical_norm
@@ -35,9 +36,9 @@ class GradualTruncation:
         steps: int,
         rate: float | None = None,
         ranks: int | Mapping[str, int] | None = None,
-        params: int | None = None,
-        flops: int | None = None,
-        data: Iterable[Batch] | None = None,
+        params: float | None = None,
+        flops: float | None = None,
+        data: Any = None,
         **options: Any,
     ) -> None:
         if "dry_run" in options:
@@ -48,14 +49,17 @@ class GradualTruncation:
             check_int("steps", steps),
             0,
         )
-        self.options: dict[str, Any] = {"data": None if data is None else list(data), **options}
+        self.options: dict[str, Any] = {"data": None if data is None else as_batches(data), "dense_layers": False}
+        self.options |= options
         budget: dict[str, Any] = {"rate": rate, "ranks": ranks, "params": params, "flops": flops}
-        # A rehearsal of the whole way: what cannot be reached is better known now than after the training.
+        # A rehearsal of all stages: a budget that cannot be reached raises now, not after the training.
         end = truncate(model, **budget, optimizer=self.optimizer, **self.options, dry_run=True)
         if params is not None:
-            self._kind, self._start, self._end = "params", {"": end.parameters_before}, {"": params}
+            target = int(params * end.parameters_dense) if isinstance(params, float) and params <= 1 else int(params)
+            self._kind, self._start, self._end = "params", {"": end.parameters_before}, {"": target}
         elif flops is not None:
-            self._kind, self._start, self._end = "flops", {"": end.flops_before or 0}, {"": flops}
+            target = int(flops * (end.flops_dense or 0)) if isinstance(flops, float) and flops <= 1 else int(flops)
+            self._kind, self._start, self._end = "flops", {"": end.flops_before or 0}, {"": target}
         else:
             self._kind = "ranks"
             self._start = {layer.name: layer.rank_before for layer in end.layers}
@@ -65,11 +69,11 @@ class GradualTruncation:
 
     @property
     def done(self) -> bool:
-        """Whether the budget is reached."""
+        """Return True if the budget is reached."""
         return self.taken >= self.steps
 
     def step(self) -> Report | None:
-        """Truncate to the next stage; None when there is none left."""
+        """Truncate to the next stage and return its report; None when there is none left."""
         if self.done:
             return None
         way = (self.taken + 1) / self.steps
@@ -80,11 +84,11 @@ class GradualTruncation:
         return report
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on with the same stages."""
+        """Return what a resumed run needs to go on with the same stages."""
         return {"taken": self.taken, "start": dict(self._start), "end": dict(self._end)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken."""
+        """Go on from where ``state_dict`` was taken."""
         if set(state["start"]) != set(self._start):
             raise ValueError(f"expected stages for {sorted(self._start)}, got {sorted(state['start'])}")
         self.taken, self._start, self._end = state["taken"], dict(state["start"]), dict(state["end"])

@@ -1,4 +1,4 @@
-"""An optimizer goes on after a truncation: its state loses the columns that the parameters lost, or it is stopped."""
+"""Cut the state of an optimizer to the terms that a truncation keeps, so that training goes on."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ State = dict[str, Any]
 def cut_states(
     optimizers: Sequence[torch.optim.Optimizer], layers: Mapping[str, CPLayer], forms: Mapping[str, Fitted]
 ) -> list[tuple[State, State]]:
-    """Each state of a lambda or a factor that has one, with what it should become; nothing is changed yet."""
+    """Return each state of a lambda or factor with what it should become; nothing is changed yet."""
     if any(isinstance(optimizer, torch.optim.LBFGS) and optimizer.state for optimizer in optimizers) and forms:
-        raise ValueError("cannot cut the state of LBFGS, which is of all parameters in one piece: make a new one")
+        raise ValueError("cannot cut the state of LBFGS, which belongs to all parameters at once: make a new one")
     held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     cuts = []
     for name, form in forms.items():
@@ -39,7 +39,7 @@ def cut_states(
 
 
 def _cut(key: str, value: Any, parameter: Tensor, kept: Tensor, name: str) -> Any:
-    """Terms are the last dimension of lambdas, factors and all that is kept per element or per column of them."""
+    """Return a state without the dropped terms, which are the last dimension of lambdas, factors and their states."""
     if not isinstance(value, Tensor) or value.numel() == 1:
         return value
     shape = tuple(value.shape)
@@ -49,6 +49,3 @@ def _cut(key: str, value: Any, parameter: Tensor, kept: Tensor, name: str) -> An
     if not fits:
         raise ValueError(f"cannot cut the optimizer's {key} of shape {shape} for {name} to fewer terms: make a new one")
     return value[..., kept.to(value.device)].clone()
-
-
-# --- an optimizer that was not told -------------------------------------------------------------------------------
