@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import cpnorm
 from cpnorm.lab.cli import main
 from cpnorm.lab.cli.user_models import ImageOptions, read_images
 from cpnorm.lab.data.images import load
@@ -113,6 +114,10 @@ def test_a_network_of_pytorchcv_with_images(folder: Path, capsys: pytest.Capture
         torch.testing.assert_close(torch.from_numpy(from_onnx), program(x), rtol=1e-3, atol=1e-3)
         same = (program(x).argmax(1) == model(x).argmax(1)).double().mean()
     assert same > 0.8
+    import mine_to_shrink
+
+    loaded = cpnorm.load("small/model.safetensors", mine_to_shrink.build()).eval()
+    torch.testing.assert_close(loaded(x), program(x), rtol=1e-3, atol=1e-3)
     page = Path("small/report.html").read_text()
     assert "<svg" in page
     assert len(re.findall("data:image/png", page)) == 8
