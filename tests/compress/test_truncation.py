@@ -394,7 +394,7 @@ def test_on_a_trained_network_refits_and_budgets_earn_their_keep() -> None:
 def test_the_guide_runs() -> None:
     guide = Path(__file__).parents[2] / "docs" / "guides" / "compression.md"
     blocks = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 7
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec("\n".join(blocks), {"__name__": "guide"})
     assert "params=60000" in printed.getvalue()

@@ -70,6 +70,10 @@ def inverse_norms(factor: Tensor) -> Tensor:  # (d, R) -> (R,)
     """
     wide = factor.float() if factor.dtype in (torch.float16, torch.bfloat16) else factor
     limits = torch.finfo(wide.dtype)
+    if type(wide).__name__ == "DTensor":  # a process may hold no row, of which there is no largest entry
+        squares = wide.square().sum(0)
+        alive = ~(squares <= limits.tiny)
+        return torch.where(alive, torch.where(alive, squares, 1.0).rsqrt(), 0.0)
     largest = wide.detach().abs().amax(0)
     alive = ~((largest < limits.tiny) | (largest >= limits.max**0.5))  # NaN is no zero: it stays, for all to see
     scale = torch.where(alive & largest.isfinite(), largest, 1.0)
