@@ -275,3 +275,11 @@ def test_on_a_gpu() -> None:
     assert small.report.output_error < 0.02
     assert all(p.is_cuda for p in small.model.parameters())
     assert "cpu" not in small.report.device
+
+
+def test_a_linear_layer_after_a_flatten_whose_plain_form_is_larger_than_its_terms() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 10))
+    small = cpnorm.shrink(model, torch.randn(32, 3, 16, 16), parameters=0.2)
+    whole = sum(p.numel() for p in model.parameters())
+    assert 0.1 * whole < sum(p.numel() for p in small.model.parameters()) <= 0.2 * whole

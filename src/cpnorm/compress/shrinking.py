@@ -235,7 +235,9 @@ class _Job:
             got = count_parameters(small) if budget == "parameters" else flops_of(small, self.example)
             if got <= limit or last:
                 break
-            target -= math.ceil(1.02 * (got - limit))  # forms of a few layers hold more than their terms
+            # Plain forms of some layers hold more than their terms: a little more, or many times as much (after a flatten).
+            less = target - math.ceil(1.02 * (got - limit))
+            target = max(least, less if 2 * less > target else int(0.98 * target * limit / got))
         if got > limit:
             warnings.warn(f"the result has {got:,} {budget}, more than the {limit:,} asked for", stacklevel=4)
         return twin
