@@ -235,7 +235,7 @@ class _Job:
             got = count_parameters(small) if budget == "parameters" else flops_of(small, self.example)
             if got <= limit or last:
                 break
-            # Plain forms of some layers hold more than their terms: a little more, or many times as much (after a flatten).
+            # Plain forms hold more than terms: a little more, or many times as much where a layer follows a flatten.
             less = target - math.ceil(1.02 * (got - limit))
             target = max(least, less if 2 * less > target else int(0.98 * target * limit / got))
         if got > limit:

@@ -1,4 +1,4 @@
-"""What the GPU kernels are called by: terms that stay where they are, and are renormalised or trained there."""
+"""Launch the training kernels: renormalise terms in place, or train them as an optimizer would."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cpnorm.gpu.training_kernels import BLOCK, MIDDLE, RENEW, RENORMALIZE_WARPS,
 
 
 class Renormalizer:
-    """``renormalize_terms`` for these tensors, which must stay where they are: float32, contiguous, on one GPU."""
+    """Renormalise tensors that stay at their addresses: float32, contiguous, on one GPU."""
 
     def __init__(self, factors: Sequence[Tensor], lambdas: Sequence[Tensor]) -> None:
         _expect_plain([*factors, *lambdas])
@@ -30,7 +30,7 @@ class Renormalizer:
         self.table = torch.tensor(entries, dtype=torch.int64, device=factors[0].device)
 
     def __call__(self) -> None:
-        """Unit columns again, everywhere, in one launch."""
+        """Make all columns unit, in one launch."""
         training_kernels.renormalize[(len(self.table),)](
             self.table, *SHORT, *MIDDLE, *TALL, num_warps=RENORMALIZE_WARPS
         )
@@ -38,7 +38,7 @@ class Renormalizer:
 
 @dataclass(frozen=True)
 class Rule:
-    """How an optimizer moves a parameter by its gradient, and what it keeps of each parameter.
+    """An optimizer's rule: how a gradient moves a parameter, and which state is kept.
 
     ``slots`` finds, for a parameter, the mean of its gradients and that of their squares (None where the rule keeps
     none), its learning rate and its number of steps (None unless ``corrected``): float32, to stay where they are.
@@ -56,7 +56,7 @@ class Rule:
 
 
 class FusedTerms:
-    """The terms of several layers with unit columns, and the two sides of their weights, as the kernels want them.
+    """The terms of several layers with unit columns, and the two sides of their weights, laid out for the kernels.
 
     For each layer sigma (), lambdas (R,), a (O, R), b (I, R) and, for a 2-d convolution, k1 and k2; all float32 and
     contiguous on one GPU, and to stay where they are. W = left @ right.mT; both are of type ``dtype``.
@@ -155,7 +155,7 @@ class FusedTrainStep(FusedTerms):
     """Steps of an optimizer on ``FusedTerms``, renormalisation included."""
 
     def weight(self, index: int) -> Tensor:
-        """W (O, I, k1, k2), channels last, or (O, I), from ``sides``."""
+        """Return W (O, I, k1, k2) in channels-last layout, or (O, I), from ``sides``."""
         left, right = self.sides[index]
         _, _, a, b, *kernels = self.layers[index]
         if not kernels:
@@ -164,7 +164,7 @@ class FusedTrainStep(FusedTerms):
         return (left @ right.mT)[:, : n2 * len(b)].reshape(len(a), n1, n2, len(b)).permute(0, 3, 1, 2)
 
     def side_gradients(self, index: int, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """From that of W to those of ``sides``; the second takes the place of the right side, which has had its use."""
+        """Return the gradients of ``sides`` from that of W; the second overwrites the right side."""
         left, right = self.sides[index]
         matrix = gradient
         if gradient.ndim == 4:
@@ -178,7 +178,7 @@ class FusedTrainStep(FusedTerms):
         return d_left, torch.mm(matrix.mT, left, out=right)
 
     def train(self, d_sides: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """A step by these gradients of ``sides``, unit columns again, and ``sides`` for the next step."""
+        """Take a step from the gradients of ``sides``, renormalise, and fill ``sides`` for the next step."""
         rule = self.rule
         beta2 = 0.0 if rule.beta2 is None else rule.beta2
         numbers = (rule.decay, rule.beta1, rule.rest1, beta2, 1 - beta2, rule.eps)

@@ -1,4 +1,4 @@
-"""GPU kernels for what torch does in dozens of small ones: renormalise, rebuild and train all layers at once.
+"""Triton kernels that renormalise, build and train all canonical layers of a network in a few launches.
 
 `trained.py` calls them.
 """
@@ -68,7 +68,7 @@ def renormalize(  # type: ignore[no-untyped-def]
     tall_columns: tl.constexpr,
     tall_rows: tl.constexpr,
 ):
-    """Unit columns again, of a table of factors."""
+    """Make the columns of a table of factors unit."""
     entry = table + tl.program_id(0) * 5
     factor = tl.load(entry).to(tl.pointer_type(tl.float32))
     lambdas = tl.load(entry + 1).to(tl.pointer_type(tl.float32))
@@ -213,7 +213,7 @@ def _totals_of(d, big, sums, sides, row, column, rank, width, count: tl.constexp
 def totals(  # type: ignore[no-untyped-def]
     table, programs, ds, dtype: tl.constexpr, count: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr
 ):
-    """Sums of d left * a and of d right * b."""
+    """Sum d left * a and d right * b."""
     entry, is_right, which, first, start = _program(table, programs)
     d, side = _chosen(ds, which, entry, is_right, dtype), entry + LEFT + is_right * (RIGHT - LEFT)
     sides, big = _side(side), _floats(entry + A + is_right * 4)
@@ -243,7 +243,7 @@ def _over_blocks(sums, size, count, column, rank, padded: tl.constexpr, block: t
 
 @triton.jit
 def radials(table, programs, padded: tl.constexpr, block: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Gradients of scales and k's, radial parts."""
+    """Compute the gradients of the scales and kernel factors, and the radial parts."""
     entry, _, _, _, start = _program(table, programs)
     column = start + tl.arange(0, columns)
     rank = _number(entry + RANK)
@@ -329,7 +329,7 @@ def move(  # type: ignore[no-untyped-def]
     table, programs, ds, numbers, logs, kind: tl.constexpr,
     dtype: tl.constexpr, count: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
-    """The optimizer's step of a and b, sums of squares."""
+    """Take the optimizer's step of a and b, or store their gradients; sum the squares."""
     entry, is_right, which, first, start = _program(table, programs)
     d, side = _chosen(ds, which, entry, is_right, dtype), entry + LEFT + is_right * (RIGHT - LEFT)
     sides, big, small = _side(side), entry + A + is_right * 4, _floats(entry + K1 + is_right * 4)
@@ -358,7 +358,7 @@ def finish(  # type: ignore[no-untyped-def]
     table, programs, numbers, logs, tiny,
     kind: tl.constexpr, padded: tl.constexpr, block: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
-    """The optimizer's step of everything but a and b, norms."""
+    """Take the optimizer's step of everything but a and b, or store the gradients; compute the norms."""
     entry, _, _, _, start = _program(table, programs)
     column = start + tl.arange(0, columns)
     rank = _number(entry + RANK)
@@ -436,7 +436,7 @@ def _renew_of(  # type: ignore[no-untyped-def]
 def renew(  # type: ignore[no-untyped-def]
     table, programs, dtype: tl.constexpr, normalize: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr
 ):
-    """Unit columns, and left and right for the next step."""
+    """Normalise the columns, and fill left and right for the next step."""
     entry, is_right, _, first, start = _program(table, programs)
     side = entry + LEFT + is_right * (RIGHT - LEFT)
     sides = _side(side)

@@ -1,4 +1,4 @@
-"""Weights rebuilt before the network runs, and their terms trained after it.
+"""Build weights before the network runs, and train their terms after its backward pass.
 
 So the network is compiled as if it were a plain one, and what the canonical form asks for besides is left to kernels
 made for it. Layers could be rebuilt on several streams at once: measured, that gains 2 % for a run alone on a GPU and
@@ -31,14 +31,14 @@ Rebuild = Callable[[CPLayer, str], Tensor]
 
 
 def rebuilt_weight(layer: CPLayer, precision: str) -> Tensor:
-    """W as the forward pass would build it."""
+    """Return W as the forward pass would build it."""
     with torch.autocast(layer.lambdas.device.type, torch.bfloat16, enabled=precision == "bf16"):
         return layer.weight
 
 
 @cache
 def compiled_rebuild() -> Rebuild:
-    """One for all layers and models of a process."""
+    """Return ``rebuilt_weight`` compiled, once for all layers and models of a process."""
     return torch.compile(rebuilt_weight, dynamic=False)
 
 
@@ -46,7 +46,7 @@ def compiled_rebuild() -> Rebuild:
 
 
 def has_kernel(layer: CPLayer) -> bool:
-    """Whether ``FusedTrainStep`` can do it here: a 2-d convolution or linear layer with unit columns, on a GPU."""
+    """Return True for a 2-d convolution or linear layer with unit columns on a GPU, which ``FusedTrainStep`` takes."""
     known = isinstance(layer, cpnorm.CPLinear) and len(layer.modes) == 2
     known = known or (isinstance(layer, cpnorm.CPConv2d) and max(layer.kernel_size) <= LONGEST)
     if not (known and layer.renormalizer is not None) or find_spec("triton") is None:
@@ -56,7 +56,7 @@ def has_kernel(layer: CPLayer) -> bool:
 
 @torch.no_grad()
 def training_paths(model: nn.Module, images: Tensor) -> dict[CPLayer, str]:
-    """How each layer, in training on a batch like this one, meets its input: "rebuild" or "factors".
+    """Return the path of each layer in training on such a batch: "rebuild" or "factors".
 
     The planner knows what torch's own operations cost. Where there is a kernel, convolutions are rebuilt: that should
     be cheaper then, which is measured at the paper's ranks and reasoned at lower ones.
@@ -84,19 +84,19 @@ def training_paths(model: nn.Module, images: Tensor) -> dict[CPLayer, str]:
 
 @dataclass(frozen=True)
 class TrainedLayers:
-    """Layers that kernels rebuild and train as an optimizer would, all at once."""
+    """Layers whose weights kernels build, and whose terms they train as an optimizer would, in a few launches."""
 
     layers: list[CPLayer]
     terms: FusedTrainStep
 
     def hold(self, paths: Mapping[CPLayer, str]) -> None:
-        """Have every layer's W ready, or its two sides."""
+        """Give every layer its W, or its two sides."""
         for index, layer in enumerate(self.layers):
             made = (self.terms.weight(index),) if paths[layer] == "rebuild" else self.terms.sides[index]
             layer.use_prebuilt(*(tensor.detach().requires_grad_() for tensor in made))
 
     def train(self) -> None:
-        """From the gradients of what was held ready to terms that have had their step, and unit columns again."""
+        """Take the optimizer's step from the gradients of the weights given to the layers, and renormalise."""
         sides = []
         for index, layer in enumerate(self.layers):
             first, *rest = _gradients(layer)
@@ -107,7 +107,7 @@ class TrainedLayers:
 def trained_layers(
     model: nn.Module, optimizer: torch.optim.Optimizer, precision: str, *, early: bool = True
 ) -> list[TrainedLayers]:
-    """Those of the model's layers that kernels know; if ``early`` pays, the last of them by themselves, first."""
+    """Return groups of layers that kernels can train; if ``early`` pays, the last layers form the first group."""
     layers = [layer for layer in model.modules() if isinstance(layer, CPLayer)]
     uses = Counter(id(layer.lambdas) for layer in layers)  # tied ones have more than one gradient
     found = [layer for layer in layers if has_kernel(layer) and uses[id(layer.lambdas)] == 1]
@@ -129,7 +129,7 @@ def trained_layers(
 
 
 def halves(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """The model before the last part with canonical layers, and from there on; the second may have nothing in it."""
+    """Split the model before its last part with canonical layers; the second half may be empty."""
     if type(model) is nn.Sequential:
         cut = max((i for i, part in enumerate(model) if cpnorm.canonical_layers(part)), default=0)
         if cut:
@@ -138,7 +138,7 @@ def halves(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def optimizer_rule(optimizer: torch.optim.Optimizer) -> Rule | None:
-    """What a step of this optimizer does, with the states it would keep; None: not one that kernels know."""
+    """Return the optimizer's rule for the kernels, or None if they do not implement it."""
     from cpnorm.gpu.train_step import Rule
 
     names: tuple[str | None, str | None]
@@ -181,7 +181,7 @@ def _gradients(layer: CPLayer) -> list[Tensor]:
 
 
 class PrebuiltWeights:
-    """``hold()`` before the forward pass and ``backward()`` after the loss's own, instead of forward's doing it.
+    """Build weights by ``hold()`` before the forward pass, and finish by ``backward()`` after the loss's own.
 
     Layers that kernels train have had their step then, and their columns are unit again; the terms of others have got
     their gradients.
@@ -198,12 +198,12 @@ class PrebuiltWeights:
 
     @property
     def early(self) -> TrainedLayers | None:
-        """The last layers, if they can be trained while the backward pass goes on to the ones before."""
+        """The last layers, if they can be trained while the backward pass continues."""
         first = self.trained[0] if len(self.trained) > 1 else None
         return first if first and all(self.paths[layer] == "factors" for layer in first.layers) else None
 
     def hold(self) -> None:
-        """Have every layer's W ready, or its two sides."""
+        """Give every layer its W, or its two sides."""
         for group in self.trained:
             group.hold(self.paths)
         self.weights += [self.rebuild_one(layer, self.precision) for layer in self.others]
@@ -211,7 +211,7 @@ class PrebuiltWeights:
             layer.use_prebuilt(weight.detach().requires_grad_())
 
     def backward(self, *, early_done: bool = False) -> None:
-        """From the gradients of what was held ready to trained terms, or to their gradients."""
+        """Train the terms by kernels, or compute their gradients, from the gradients of the weights."""
         if self.weights:
             torch.autograd.backward(self.weights, [_gradients(layer)[0] for layer in self.others])
         for group in self.trained:
@@ -219,7 +219,7 @@ class PrebuiltWeights:
                 group.train()
 
     def release(self) -> None:
-        """Let the layers rebuild their weights themselves again."""
+        """Let the layers build their own weights again."""
         for layer in (*(layer for group in self.trained for layer in group.layers), *self.others):
             layer.prebuilt = None
         self.weights.clear()

@@ -1,4 +1,4 @@
-"""One training step, as cheap as the machine allows: compiled and captured as a graph on a GPU, eager elsewhere."""
+"""Run one training step: compiled and recorded as a CUDA graph on a GPU, eager elsewhere."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WARM_UP_STEPS = 3  # before a capture, so that libraries have chosen their kerne
 
 
 class Step:
-    """Batch b of epoch e: gather, augment, forward, backward, update, renormalise; nothing comes back to the host."""
+    """Train on one batch: gather, augment, forward, backward, update, renormalise, without a copy to the host."""
 
     mode = "eager"
 
@@ -95,7 +95,7 @@ class Step:
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """Work of this run goes here, beside that of others on the GPU, with its own arithmetic and random numbers."""
+        """Run the block on this run's stream, with its own arithmetic and random numbers."""
         use_arithmetic(self.precision)
         if self._stream is None:
             yield
@@ -110,7 +110,7 @@ class Step:
             default.graphsafe_set_state(others)
 
     def begin_epoch(self, epoch: int) -> None:
-        """A new order of the images and fresh randomness, both a function of seed and epoch alone."""
+        """Draw the order of the images and reseed; both depend on seed and epoch alone."""
         self.order.copy_(self._order(epoch))
         self.cursor.zero_()
         self.sums.zero_()
@@ -118,7 +118,7 @@ class Step:
         self.random.manual_seed((self.config.seed * 100_003 + epoch) * 1_009 + self.rank)
 
     def _take_notice(self) -> None:
-        """Of parameters that something else than a step has changed: steps leave what the next one starts from."""
+        """Update what the next step starts from, after something other than a step changed the parameters."""
         for group in self.kernels or ():
             group.terms.multiply()
         if self.network:
@@ -146,7 +146,7 @@ class Step:
             torch.set_rng_state(others)
 
     def _take(self, size: int, loss: Loss, halved: Halves | None = None) -> None:
-        """A step; of a model that is cut in two, the last layers are trained while the backward pass goes on."""
+        """Take one step; with ``halved``, train the last layers while the backward pass continues."""
         data, offsets = self.data, self.offsets[:size][self.rank :: self.world]
         *recipe, smoothing, precision = self.recipe
         self.optimizer.zero_grad(set_to_none=True)
@@ -181,7 +181,7 @@ class Step:
 
     @contextmanager
     def _train_beside(self) -> Iterator[None]:
-        """The last layers get their step while the block runs."""
+        """Train the last layers on another stream while the block runs."""
         early = self.prebuilt.early if self.prebuilt else None
         assert early
         if self._beside is None:
@@ -196,7 +196,7 @@ class Step:
         here.wait_stream(self._beside)
 
     def totals(self) -> Tensor:  # (3,)
-        """Loss, right answers and images of the epoch so far, summed over the processes of a run."""
+        """Return loss, right answers and images of the epoch so far, summed over processes."""
         sums = self.sums.clone()
         if self.world > 1:
             torch.distributed.all_reduce(sums)
@@ -205,7 +205,7 @@ class Step:
     # --- testing ---
 
     def tested_fast(self, images: Tensor, labels: Tensor) -> Tensor:  # (3,)
-        """As ``tested``, and compiled as the steps are: for what is asked after every epoch."""
+        """Return what ``tested`` returns, with the test compiled if the steps are."""
         if self.test_compiled:
             try:
                 with torch.no_grad(), compiling.ready(self.model):
@@ -225,7 +225,7 @@ class Step:
     def tested(
         self, model: nn.Module, images: Tensor, labels: Tensor, loss_function: Loss = batch_loss
     ) -> Tensor:  # (3,)
-        """Loss, right answers and images, summed on the device and over the processes of a run."""
+        """Return loss, right answers and images, summed on the device and over processes."""
         mean, std, *_ = self.recipe
         recipe = (mean, std, "none", 0.0, self.precision)
         order, nowhere = torch.arange(len(labels), device=self.device), torch.zeros_like(self.cursor)
@@ -242,7 +242,7 @@ class Step:
     # --- capturing ---
 
     def _capture(self, size: int) -> None:
-        """Record the step for this size of batch; what cannot be compiled or captured is announced and done without."""
+        """Record the step for this batch size; log what cannot be compiled or recorded, and do without it."""
         steps = self.config.epochs * len(self.order) // self.config.batch_size
         whole = size == self.config.batch_size  # not the last, smaller batch of an epoch
         every = steps < COMPILE_FROM_STEPS  # every layer is prebuilt
@@ -293,7 +293,7 @@ class Step:
         self.captures = False
 
     def _trained(self, *, early: bool) -> list[TrainedLayers]:
-        """Layers that kernels train; found once for all sizes of batches: each has its graph, and they take turns."""
+        """Return the layers that kernels train; found once and shared by the graphs of all batch sizes."""
         if self.kernels is None:
             self.kernels = []
             if self.config.lambda_l1 == 0:  # the kernels have lambdas' gradients to themselves
@@ -304,7 +304,7 @@ class Step:
         return self.kernels
 
     def _recorded(self, size: int, loss: Loss, halved: Halves | None) -> torch.cuda.CUDAGraph:
-        """The step as a graph that shares no memory with those of other runs.
+        """Return the step as a CUDA graph that shares no memory with those of other runs.
 
         Matrix products write partial sums to a workspace that belongs to their stream, and torch has 32 streams in all:
         those of several runs are the same ones. Forgotten before the recording, a workspace is taken from the memory of
@@ -341,11 +341,11 @@ class Step:
     # --- saving ---
 
     def state(self) -> dict[str, Any]:
-        """Where in the epoch it stands."""
+        """Return the position in the epoch and the random state."""
         return {"cursor": self.cursor, "sums": self.sums, "random": self.random.get_state()}
 
     def load_state(self, state: dict[str, Any], epoch: int) -> None:
-        """Go on from ``state()`` in this epoch."""
+        """Continue from ``state()`` in this epoch."""
         self.order.copy_(self._order(epoch))
         self.cursor.copy_(state["cursor"])
         self.sums.copy_(state["sums"])
