@@ -41,8 +41,8 @@ def main() -> None:
         page = f"{folder}/report.html"
         subprocess.run([command, "report", f"{folder}/results", "--out", page], check=True, stdout=subprocess.DEVNULL)
         html = Path(page).read_text()
-        for name in ("page.css", "page.js", "plots.css"):  # the page carries them in itself
-            assert files("cpnorm.lab.report").joinpath(name).read_text().strip()[:40] in html, name
+        for name in ("page.css", "page.js"):  # the page carries them in itself
+            assert files("cpnorm.lab.report").joinpath("templates", name).read_text().strip()[:40] in html, name
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def test_the_wheel_has_everything_and_nothing_else(wheel: Path) -> None:
         assert {name for name in names if ".dist-info" not in name} >= {
             path.removeprefix("src/") for path in listed.stdout.split() if (ROOT / path).exists()
         }
-    assert {"cpnorm/py.typed", "cpnorm/lab/report/page.css", "cpnorm/lab/report/page.js"} <= names
+    assert {"cpnorm/py.typed", "cpnorm/lab/report/templates/page.css", "cpnorm/lab/report/templates/page.js"} <= names
     assert all(name.startswith(("cpnorm/", f"cpnorm-{cpnorm.__version__}.dist-info/")) for name in names)
 
 
