@@ -40,12 +40,13 @@ test-kernels: $(VENV)/dev.stamp
 test-kill: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -n0 -m kill tests/trust
 
-# The oldest versions that pyproject.toml allows, in front of the torch and the tools of the other environment.
+# The oldest versions that pyproject.toml allows, in front of the torch and the tools of the other environment; the newer
+# platformdirs there has a plugin for pytest, which the oldest lacks.
 test-oldest: $(VENV)/dev.stamp
 	test -x $(OLDEST)/bin/python || $(BIN)/python -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r oldest.txt
 	$(call lend,$(OLDEST))
-	$(OLDEST)/bin/python -m pytest -q -n0 -p no:cacheprovider -W ignore::DeprecationWarning \
+	$(OLDEST)/bin/python -m pytest -q -n0 -p no:cacheprovider -p no:platformdirs -W ignore::DeprecationWarning \
 	    -m "not slow" -k "not compiled" $(OLDEST_TESTS)
 	$(OLDEST)/bin/python -m cpnorm train --help > /dev/null
 
