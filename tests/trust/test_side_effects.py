@@ -149,17 +149,21 @@ def test_the_hook_on_optimizers_forgets_models_that_are_gone(monkeypatch: pytest
 # --- threads ------------------------------------------------------------------------------------------------------
 
 
+DRAWING = threading.Lock()
+
+
 def whole_way(seed: int, folder: Path) -> list[Tensor]:
-    x, plain = image(), network(seed)
+    with DRAWING:  # torch's random numbers are the process's: two threads must not draw from a seed at once
+        x, plain, other, data = image(), network(seed), network(seed + 100), batches()
     results = []
     model = cpnorm.canonical_norm(plain, modes=cpnorm.flatten_modes(plain, x))
     results.append(model(x))
-    cpnorm.truncate(model, params=700, criterion="gram", refit="outputs", data=batches())
+    cpnorm.truncate(model, params=700, criterion="gram", refit="outputs", data=data)
     results.append(model(x))
     small = cpnorm.factorize(model, x, measure=False, goal="parameters")
     results.append(small(x))
     cpnorm.save(model, folder / f"{seed}.safetensors")
-    results.append(cpnorm.load(folder / f"{seed}.safetensors", network(seed + 100))(x))
+    results.append(cpnorm.load(folder / f"{seed}.safetensors", other)(x))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     cpnorm.renormalize_after(optimizer, model)
     model(x).square().mean().backward()
