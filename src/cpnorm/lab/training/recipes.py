@@ -11,7 +11,7 @@ def dense_recipe(
     model: Literal["resnet18", "vgg16", "resnet20", "resnet56"],
     data: Literal["cifar10", "svhn"] = "cifar10",
     *,
-    epochs: int = 60,
+    epochs: int = 30,
     seed: int = 0,
 ) -> Config:
     """Return the settings that train a plain network: SGD with Nesterov momentum, one cycle, label smoothing, cutout.
