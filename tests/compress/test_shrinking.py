@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import cpnorm
-from cpnorm.compress import shrinking
+from cpnorm.compress import shrink_cutting, shrinking
 from cpnorm.compress.calibration_data import as_batches, first_sample, relative_error
-from cpnorm.compress.shrinking import flops_of
+from cpnorm.compress.shrink_cutting import budget_forms
+from cpnorm.compress.shrink_job import ShrinkJob, flops_of
 
 
 def low_rank(layer: nn.Module, rank: int = 4) -> nn.Module:
@@ -184,9 +185,9 @@ def test_time_is_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
         taken = [0.2 + flops_of(m, x[:1]) / whole for m in models]
         return taken[0] if len(taken) == 1 else taken
 
-    monkeypatch.setattr(shrinking._Job, "milliseconds", milliseconds)
-    forms = shrinking._Job.forms
-    monkeypatch.setattr(shrinking._Job, "forms", lambda self, cut, budget: forms(self, cut, "flops"))
+    monkeypatch.setattr(ShrinkJob, "milliseconds", milliseconds)
+    for module in (shrinking, shrink_cutting):
+        monkeypatch.setattr(module, "budget_forms", lambda job, cut, budget: budget_forms(job, cut, "flops"))
     small = cpnorm.shrink(model, x, latency_ms=0.6)
     assert 0.5 < small.report.milliseconds_after <= 0.6
     with pytest.raises(ValueError, match="latency_ms: expected at least about"):
@@ -258,7 +259,7 @@ def test_data_that_cannot_be() -> None:
 
 def test_a_form_that_computes_something_else_is_an_error() -> None:
     model, x = network(), images()
-    job = shrinking._Job(model, as_batches(x), x[:1], None, lambda *_: None)
+    job = ShrinkJob(model, as_batches(x), x[:1], None, lambda *_: None)
     other = copy.deepcopy(model)
     assert job.verify(other, model) == 0
     with torch.no_grad():

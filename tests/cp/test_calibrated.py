@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 import cpnorm
-from cpnorm.cp.calibrated import Problem, cp_calibrated, regression_target
+from cpnorm.cp.calibrated import cp_calibrated, regression_target
 from cpnorm.cp.elimination import elimination_order
+from cpnorm.cp.output_metric import Problem
 
 
 def correlated(samples: int, size: int, seed: int = 0) -> Tensor:
@@ -91,7 +92,7 @@ def test_several_modes_may_make_up_the_outputs() -> None:
 
 def test_the_gradient_is_that_of_the_error() -> None:
     """Against autograd, in double precision, with groups."""
-    from cpnorm.cp.calibrated import _Linearized
+    from cpnorm.cp.gauss_newton import Linearized
 
     torch.manual_seed(0)
     weight, x = torch.randn(6, 4, 3, dtype=torch.float64), correlated(100, 12)
@@ -100,7 +101,7 @@ def test_the_gradient_is_that_of_the_error() -> None:
     difference = problem.weight - problem.left(factors) @ problem.right(factors).mT
     error = ((problem.outputs @ difference @ problem.inputs) * difference).sum()
     expected = torch.autograd.grad(error / 2, factors)
-    around = _Linearized(problem, [f.detach() for f in factors], 0.0)
+    around = Linearized(problem, [f.detach() for f in factors], 0.0)
     for mine, theirs in zip(around.gradient, expected, strict=True):
         assert torch.allclose(mine, theirs, rtol=1e-8)
     step = [torch.randn_like(f) for f in factors]

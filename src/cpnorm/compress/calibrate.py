@@ -12,7 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from cpnorm.compress.moments import input_moments, output_sensitivity, outputs_first
 from cpnorm.compress.refit import Fitted
-from cpnorm.cp.calibrated import Candidates, Problem, fit
+from cpnorm.cp.calibrated import fit
+from cpnorm.cp.output_metric import Candidates, Problem
 from cpnorm.cp.tensor import CPTensor
 from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.planner import linear_modes

@@ -10,7 +10,8 @@ from torch import nn
 from cpnorm._checks import check_int
 from cpnorm.compress.calibration_data import as_batches
 from cpnorm.compress.report import Report
-from cpnorm.compress.truncation import Optimizers, as_optimizers, truncate
+from cpnorm.compress.truncation import truncate
+from cpnorm.compress.truncation_arguments import Optimizers, as_optimizers
 
 
 class GradualTruncation:

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cpnorm.gpu import training_kernels
-from cpnorm.gpu.training_kernels import BLOCK, MIDDLE, RENEW, RENORMALIZE_WARPS, SHORT, TALL, TERMS
+from cpnorm.gpu import renormalize_kernel, training_kernels
+from cpnorm.gpu.renormalize_kernel import MIDDLE, RENORMALIZE_WARPS, SHORT, TALL
+from cpnorm.gpu.training_kernels import BLOCK, RENEW, TERMS
 
 
 class Renormalizer:
@@ -31,7 +32,7 @@ class Renormalizer:
 
     def __call__(self) -> None:
         """Make all columns unit, in one launch."""
-        training_kernels.renormalize[(len(self.table),)](
+        renormalize_kernel.renormalize[(len(self.table),)](
             self.table, *SHORT, *MIDDLE, *TALL, num_warps=RENORMALIZE_WARPS
         )
 

@@ -1,0 +1,154 @@
+"""Cut a canonical model so that its plain form is within a budget of ``shrink``."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from cpnorm.compress.shrink_job import ShrinkJob, flops_of
+from cpnorm.compress.truncation import truncate
+from cpnorm.deploy.factorization import Factorization, choose_forms
+from cpnorm.nn.canonical import count_parameters
+from cpnorm.nn.convert import canonical_layers
+from cpnorm.nn.siblings import split_siblings
+from cpnorm.nn.work import count_work
+
+PROBES = 7  # budgets tried for a bound on latency or accuracy
+ATTEMPTS = 3  # cuts until the factorised model is within the budget
+FOR_SPEED = 0.98  # of a budget of parameters is for terms, the rest for faster forms of convolutions
+NEARLY = 1.05  # of the fewest parameters: a faster form of a layer may have this many
+
+
+def cut_within(job: ShrinkJob, budget: str, amount: float, exact: nn.Module) -> nn.Module:
+    """Return the canonical model cut so that what becomes of it is within the budget."""
+    if budget == "accuracy_drop":
+        return _by_accuracy(job, amount, exact)
+    if budget == "latency_ms":
+        return _by_latency(job, amount, exact)
+    before = count_parameters(job.model) if budget == "parameters" else flops_of(job.model, job.example)
+    limit = int(amount * before) if amount < 1 else int(amount)
+    if limit >= before:
+        raise ValueError(f"{budget}: expected less than the model's {before:,}, got {amount:g}")
+    least = _least_parameters(exact)
+    if budget == "parameters" and limit < least:
+        raise ValueError(
+            f"parameters: expected at least {least:,} ({100 * least / before:.3g} % of {before:,}), which leave "
+            f"one term in each of {len(canonical_layers(exact))} layers and all other parameters, got {amount:g}"
+        )
+    target, job.limit = limit, limit if budget == "parameters" else None
+    if budget == "parameters" and any(len(layer.modes) > 3 for layer in canonical_layers(exact).values()):
+        target = max(least, int(FOR_SPEED * limit))
+    for attempt in range(ATTEMPTS):
+        last = attempt == ATTEMPTS - 1
+        twin = exact if last else copy.deepcopy(exact)
+        cut_to(job, twin, budget, target)
+        small = plain_model(budget_forms(job, twin, budget), twin)
+        got = count_parameters(small) if budget == "parameters" else flops_of(small, job.example)
+        if got <= limit or last:
+            break
+        # Plain forms hold more than terms: a little more, or many times as much where a layer follows a flatten.
+        less = target - math.ceil(1.02 * (got - limit))
+        target = max(least, less if 2 * less > target else int(0.98 * target * limit / got))
+    if got > limit:
+        warnings.warn(f"the result has {got:,} {budget}, more than the {limit:,} asked for", stacklevel=4)
+    return twin
+
+
+def cut_to(job: ShrinkJob, twin: nn.Module, budget: str, target: int, **changed: Any) -> None:
+    """Truncate in place to a number of parameters or FLOPs."""
+    options: dict[str, Any] = {"data": job.batches, "progress": partial(job.told, "cutting"), **changed}
+    if budget == "parameters":
+        truncate(twin, params=target, **options)
+    else:
+        counted = sum(work.dense for work in count_work(job.model, job.example).values())
+        others = flops_of(job.model, job.example) - counted  # attention's products, which stay
+        truncate(twin, flops=target - others, example_input=job.example, **options)
+
+
+def _by_accuracy(job: ShrinkJob, drop: float, exact: nn.Module) -> nn.Module:
+    allowed = job.score(job.model) - drop
+    whole, best, high = count_parameters(job.model), None, 1.0
+    low = min(1.0, _least_parameters(exact) / whole)
+    for probe in range(PROBES):
+        job.tell("bisecting", probe, PROBES)
+        share = math.sqrt(low * high)
+        twin = copy.deepcopy(exact)
+        cut_to(job, twin, "parameters", math.ceil(share * whole))
+        score = job.score(twin)
+        if score >= allowed:
+            best, high = twin, share
+        else:
+            low = share
+    if best is None:
+        raise ValueError(
+            f"accuracy_drop: no cut keeps the metric at {allowed:.4g}; the mildest tried gives {score:.4g}"
+        )
+    return best
+
+
+def _by_latency(job: ShrinkJob, limit: float, exact: nn.Module) -> nn.Module:
+    whole, low, high, share = flops_of(job.model, job.example), 0.0, 1.0, 0.0
+    quickly = {"refit": "none", "data": job.batches[:1]}  # ranks are what matters for the time
+    least = math.inf
+    for probe in range(PROBES):
+        job.tell("bisecting", probe, PROBES)
+        middle, twin = (low + high) / 2, copy.deepcopy(exact)
+        try:
+            cut_to(job, twin, "flops", math.ceil(middle * whole), **quickly)
+        except ValueError:  # fewer than one term in each layer
+            low = middle
+            continue
+        taken = job.milliseconds(plain_model(budget_forms(job, twin, "flops"), twin))
+        least = min(least, taken)
+        if taken <= limit:
+            low = share = middle
+        else:
+            high = middle
+    for slack in (1.0, 0.9, 0.8) if share else ():  # the clock is noisy
+        twin = copy.deepcopy(exact)
+        cut_to(job, twin, "flops", math.ceil(slack * share * whole))
+        taken = job.milliseconds(plain_model(budget_forms(job, twin, "latency_ms"), twin))
+        least = min(least, taken)
+        if taken <= limit:
+            return twin
+    raise ValueError(f"latency_ms: expected at least about {least:.3g} ms, the least that a cut reaches here")
+
+
+def _least_parameters(exact: nn.Module) -> int:
+    layers = canonical_layers(exact).values()
+    return count_parameters(exact) - sum((y.rank - 1) * (1 + sum(y.modes)) for y in layers)
+
+
+def budget_forms(job: ShrinkJob, cut: nn.Module, budget: str) -> Factorization:
+    """Return the forms that suit the budget: the fewest parameters, the least arithmetic or the least time."""
+    if budget == "latency_ms":
+        return choose_forms(cut, job.example)
+    choice = choose_forms(cut, job.example, measure=False, goal="parameters")
+    picked = {name: layer.form for name, layer in choice.layers.items()}
+    if budget == "flops":
+        least = {n: min(y.costs, key=lambda form: y.costs[form].flops) for n, y in choice.layers.items()}
+        return choose_forms(cut, job.example, measure=False, forms=least)
+    spare = math.inf if job.limit is None else job.limit - count_parameters(choice.apply(cut))
+    faster = []
+    for name, layer in choice.layers.items():
+        now = layer.costs[layer.form]
+        nearly = {form: cost for form, cost in layer.costs.items() if cost.parameters <= NEARLY * now.parameters}
+        best = min(nearly, key=lambda form: nearly[form].total)
+        more, gain = nearly[best].parameters - now.parameters, now.total - nearly[best].total
+        faster += [(gain / max(more, 1), more, name, best)] if gain > 0 else []
+    for _, more, name, best in sorted(faster, reverse=True):
+        if more <= spare:
+            spare, picked[name] = spare - more, best
+    return choose_forms(cut, job.example, measure=False, forms=picked) if faster else choice
+
+
+def plain_model(choice: Factorization, cut: nn.Module) -> nn.Module:
+    """Return the small model in these forms."""
+    small = choice.apply(cut).eval()
+    split_siblings(small)
+    return small

@@ -1,0 +1,175 @@
+"""What ``shrink`` is given, and what it measures on models: the metric, time, FLOPs, and the outputs."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from cpnorm.compress.calibration_data import accuracy, batch_size, relative_error
+from cpnorm.compress.probe import Batch
+from cpnorm.compress.shrink_report import ShrinkReport, ShrunkLayer
+from cpnorm.compress.truncation_job import Progress
+from cpnorm.deploy.factorization import Factorization
+from cpnorm.deploy.timing import fastest
+from cpnorm.nn.canonical import count_parameters
+from cpnorm.nn.coverage import DenseLayer
+from cpnorm.nn.running import evaluating, run, to_device_of
+
+Metric = Callable[[Any, Any], Any]
+
+ROUNDING = 1e-3  # of the outputs' norm: single precision may amplify that much in deep networks
+EXACT = 1e-6  # of the outputs' norm in double precision
+
+
+@dataclass
+class ShrinkJob:
+    """The given model and its data, and the steps from it to a small one."""
+
+    model: nn.Module
+    batches: list[Batch]
+    example: Any
+    metric: Metric | None
+    tell: Progress
+    limit: int | None = None  # parameters of the result
+    stacked: dict[str, tuple[str, ...]] = field(default_factory=dict)  # names of layers that are decomposed together
+
+    @property
+    def samples(self) -> int:
+        return sum(batch_size(inputs) for inputs, _ in self.batches)
+
+    @property
+    def device(self) -> torch.device:
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+    def told(self, what: str, name: str, done: int, total: int) -> None:
+        self.tell(f"{what}: {name}" if name else what, done, total)
+
+    def verify(self, small: nn.Module, cut: nn.Module) -> float:
+        """Return how far the outputs of both are apart; raise where it is more than rounding explains."""
+        inputs, _ = self.batches[0]
+        with torch.no_grad(), evaluating(cut), evaluating(small):
+            error = relative_error([(run(small, inputs), run(cut, inputs))])
+            if error <= ROUNDING:
+                return error
+            wide = [copy.deepcopy(each).double() for each in (small, cut)]
+            try:
+                in_double = relative_error([(run(wide[0], _double(inputs)), run(wide[1], _double(inputs)))])
+            except RuntimeError:  # some of torch's kernels know single precision only
+                in_double = error
+        if in_double > EXACT:
+            raise RuntimeError(
+                f"the factorised model computes something else: its outputs are {error:.2g} away, and {in_double:.2g} "
+                "in double precision; please report this network"
+            )
+        return error
+
+    def score(self, model: nn.Module) -> float:
+        """Return the metric over all batches, each counted by its size."""
+        metric, total, count = self.metric or accuracy, 0.0, 0
+        with torch.no_grad(), evaluating(model):
+            for inputs, targets in self.batches:
+                size = batch_size(inputs)
+                total += float(metric(run(model, inputs), to_device_of(model, targets))) * size
+                count += size
+        return total / count
+
+    def milliseconds(self, *models: nn.Module) -> Any:
+        """Return the time of one pass over the example of each model: of several in turns."""
+        runs = {n: partial(run_without_gradients, model, self.example) for n, model in enumerate(models)}
+        with evaluating(self.model):
+            taken = [1e3 * seconds for seconds in fastest(runs, self.device).values()]
+        return taken[0] if len(taken) == 1 else taken
+
+    def report(
+        self,
+        budget: str,
+        small: nn.Module,
+        shapes: dict[str, tuple[str, tuple[int, ...]]],
+        choice: Factorization,
+        dense: dict[str, str],
+        verified: float,
+        steps: list[str],
+        started: float,
+    ) -> ShrinkReport:
+        """Compare the small model with the given one."""
+        with torch.no_grad(), evaluating(self.model):
+            error = relative_error((run(small, x), run(self.model, x)) for x, _ in self.batches)
+        scores, metric = self._scores(small)
+        before, after = self.milliseconds(self.model, small)
+        layers = []
+        for name, (kind, shape) in shapes.items():
+            form, members = choice.layers.get(name), self.stacked.get(name, (name,))
+            module = nn.ModuleList(small.get_submodule(member) for member in members)  # what they share counts once
+            biases = sum(p.numel() for key, p in module.named_parameters() if key.endswith("bias"))
+            terms, called = (form.rank, form.form) if form is not None else (0, "dense")
+            title = ", ".join([members[0], *(member.rpartition(".")[2] for member in members[1:])])
+            layers.append(
+                ShrunkLayer(title, kind, shape, terms, called, math.prod(shape) + biases, count_parameters(module))
+            )
+        modules = dict(small.named_modules())
+        sizes = {n: sum(p.numel() for p in modules[n]._parameters.values() if p is not None) for n in dense}
+        return ShrinkReport(
+            network=type(self.model).__name__,
+            budget=budget,
+            device=_device_name(self.device),
+            samples=self.samples,
+            steps=tuple(steps),
+            parameters_before=count_parameters(self.model),
+            parameters_after=count_parameters(small),
+            flops_before=flops_of(self.model, self.example),
+            flops_after=flops_of(small, self.example),
+            milliseconds_before=before,
+            milliseconds_after=after,
+            output_error=error,
+            metric=metric,
+            metric_before=scores[0],
+            metric_after=scores[1],
+            verification_error=verified,
+            layers=tuple(layers),
+            dense=tuple(DenseLayer(name, sizes[name], reason) for name, reason in dense.items()),
+            seconds=time.perf_counter() - started,
+        )
+
+    def _scores(self, small: nn.Module) -> tuple[tuple[float | None, float | None], str | None]:
+        if self.metric is None:
+            try:
+                return (self.score(self.model), self.score(small)), "accuracy"
+            except ValueError:  # no class indices among the data
+                return (None, None), None
+        return (self.score(self.model), self.score(small)), getattr(self.metric, "__name__", "metric")
+
+
+def flops_of(model: nn.Module, example: Any) -> int:
+    """Return the FLOPs of all matrix products and convolutions of one pass."""
+    counter = FlopCounterMode(display=False)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # a kernel of its own, which is not counted
+    try:
+        with torch.no_grad(), evaluating(model), counter:
+            run(model, example)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+    return int(counter.get_total_flops())
+
+
+@torch.no_grad()
+def run_without_gradients(model: nn.Module, example: Any) -> Any:
+    """Return what the model computes from the example input."""
+    return run(model, example)
+
+
+def _double(inputs: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, inputs)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
