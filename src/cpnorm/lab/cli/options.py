@@ -34,7 +34,8 @@ Wandb = Annotated[bool, flag("--wandb", help="log to Weights & Biases as well")]
 Mlflow = Annotated[bool, flag("--mlflow", help="log to MLflow as well")]
 
 HELP = {
-    "model": "the network: alexnet, lenet, resnet18, resnet20, resnet56, vgg16, or module:function for your own",
+    "model": "the network: alexnet, lenet, resnet18, resnet20, resnet56, small_resnet, vgg16, or your module:function",
+    "design": 'further arguments of the function that builds the network, as JSON: {"widths": [32, 64]}',
     "width": "every layer but the last this many times as wide as the paper's",
     "data": "the data set",
     "norm": "normalisation: none, weight normalisation, canonical, or the low-rank form of Tai et al.",
@@ -70,7 +71,7 @@ HELP = {
     "keep_best": "keep the network of the best test epoch, too: a choice made on test data",
 }
 NETWORK = (
-    *("model", "width", "data", "norm", "init", "linear_init", "vector_lengths", "lambdas", "linear_lambdas"),
+    *("model", "design", "width", "data", "norm", "init", "linear_init", "vector_lengths", "lambdas", "linear_lambdas"),
     *("rank", "skip", "modes", "renormalize", "dropout"),
 )
 
@@ -95,7 +96,7 @@ def _option(field: dataclasses.Field[Any], hint: Any, show_default: bool) -> ins
     kind: Any = hint
     if get_origin(hint) is Literal:
         kind = _choice(field.name, get_args(hint))
-    elif field.name == "rank":
+    elif field.name in ("rank", "design"):
         kind = str
     elif field.name == "skip":
         kind = list[str]
@@ -103,7 +104,7 @@ def _option(field: dataclasses.Field[Any], hint: Any, show_default: bool) -> ins
         f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
         help=HELP[field.name],
         metavar="" if kind is bool else None,
-        show_default=str(field.default) if show_default and field.default != () else False,
+        show_default=str(field.default) if show_default and field.name not in ("skip", "design") else False,
         rich_help_panel="The network and its data" if field.name in NETWORK else "The training",
     )
     # The default is None for "not given": then a preset, or the run that is compressed, decides.
@@ -123,6 +124,8 @@ def changed(config: Config, settings: Mapping[str, Any]) -> Config:
     plain = {name: value.value if isinstance(value, Enum) else value for name, value in said.items()}
     if "rank" in plain:
         plain["rank"] = parse_rank(plain["rank"])
+    if "design" in plain:
+        plain["design"] = parse_design(plain["design"])
     try:
         return config.replace(**plain)
     except ValueError as error:
@@ -149,6 +152,21 @@ def parse_rank(text: str) -> Rank:
             f"expected a rank such as 64, 0.25, exact, paper or a JSON object, got {text!r}"
         ) from None
     return rank
+
+
+def parse_design(text: str) -> dict[str, Any]:
+    """Parse a design as it is typed.
+
+    >>> parse_design('{"widths": [32, 64], "rounds": 2}')
+    {'widths': [32, 64], 'rounds': 2}
+    """
+    try:
+        design = json.loads(text)
+    except ValueError:
+        design = None
+    if not isinstance(design, dict):
+        raise typer.BadParameter(f"expected a design as a JSON object, got {text!r}")
+    return design
 
 
 def parse_numbers(text: str) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from cpnorm.lab.paper import beyond
+from cpnorm.lab.paper import beyond, records
 from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.paper.tables import Row, Table
 
@@ -75,8 +75,8 @@ def _ordered() -> dict[str, Table]:
 
 WORDS = Protocol(
     "words",
-    _ordered() | {table.key: table for table in beyond.TABLES},
-    on_request=frozenset(table.key for table in beyond.TABLES),
+    _ordered() | {table.key: table for table in (*beyond.TABLES, *records.TABLES)},
+    on_request=frozenset(table.key for table in (*beyond.TABLES, *records.TABLES)),
 )
 
 # --- "code" -----------------------------------------------------------------------------------------------------------

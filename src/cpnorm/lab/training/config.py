@@ -6,11 +6,11 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, get_args, get_type_hints
 
-MODELS = ("alexnet", "lenet", "resnet18", "resnet20", "resnet56", "vgg16")
+MODELS = ("alexnet", "lenet", "resnet18", "resnet20", "resnet56", "small_resnet", "vgg16")
 Rank = int | float | str | Mapping[str, int | float | str]
 
 
@@ -30,6 +30,7 @@ class Config:
     """Settings of one training run; ``Config()`` is the paper's canonical AlexNet-like row on CIFAR-10 with SGD."""
 
     model: str = "alexnet"  # one of MODELS, or "module:function" that returns a network
+    design: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the function that builds the network
     width: float = 1.0  # of every layer but the last, as a share of the paper's
     data: Literal["cifar10", "svhn", "mnist", "digits", "idx"] = "cifar10"  # idx: any set in MNIST's format
     norm: Literal["none", "weight", "cp", "tai"] = "cp"
@@ -76,6 +77,8 @@ class Config:
             raise ValueError(f"expected model to be one of {', '.join(MODELS)} or module:function, got {self.model!r}")
         if not isinstance(self.skip, list | tuple) or not all(isinstance(name, str) for name in self.skip):
             raise ValueError(f"expected skip to be names of layers, got {self.skip!r}")
+        if not isinstance(self.design, Mapping) or not all(isinstance(name, str) for name in self.design):
+            raise ValueError(f"expected design to be arguments by name, got {self.design!r}")
         for name in NON_NEGATIVE:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")

@@ -11,13 +11,15 @@ import inspect
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import nn
 
 from cpnorm.lab.training import networks
 from cpnorm.lab.training.config import MODELS
 from cpnorm.lab.training.networks import scaled
+from cpnorm.lab.training.small_networks import small_resnet
 
 
 def lenet(channels: int = 1, classes: int = 10, image_size: int = 28, width: float = 1.0) -> nn.Sequential:
@@ -84,7 +86,14 @@ def alexnet(channels: int = 3, classes: int = 10, image_size: int = 32, width: f
     return _network(features, classifier)
 
 
-def build(name: str, channels: int, classes: int, image_size: int, width: float = 1.0) -> nn.Module:
+def build(
+    name: str,
+    channels: int,
+    classes: int,
+    image_size: int,
+    width: float = 1.0,
+    design: Mapping[str, Any] | None = None,
+) -> nn.Module:
     """Return the network of this name for images of this shape.
 
     Args:
@@ -94,7 +103,12 @@ def build(name: str, channels: int, classes: int, image_size: int, width: float 
         classes: number of outputs.
         image_size: height and width of the images.
         width: factor on the width of every layer but the last.
+        design: further arguments of "small_resnet" or of a function of your own.
     """
+    if name == "small_resnet":
+        return small_resnet(channels, classes, width, **(design or {}))
+    if design and ":" not in name:
+        raise ValueError(f"design: {name} takes no further arguments, got {', '.join(design)}")
     match name:
         case "alexnet":
             return alexnet(channels, classes, image_size, width)
@@ -111,7 +125,8 @@ def build(name: str, channels: int, classes: int, image_size: int, width: float 
         raise ValueError(f"expected a model among {', '.join(MODELS)} or module:function, got {name!r}")
     given = {"channels": channels, "classes": classes, "image_size": image_size, "width": width}
     function = _imported(name)
-    network = function(**{key: given[key] for key in inspect.signature(function).parameters if key in given})
+    wanted = {key: given[key] for key in inspect.signature(function).parameters if key in given}
+    network = function(**wanted, **(design or {}))
     if not isinstance(network, nn.Module):
         raise ValueError(f"expected {name} to return a torch.nn.Module, got {type(network).__name__}")
     return network

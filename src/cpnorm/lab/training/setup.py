@@ -31,7 +31,7 @@ def build_model(config: Config, data: ImageSet, device: torch.device, progress: 
 
 def _build(config: Config, data: ImageSet, device: torch.device, progress: Any) -> nn.Module:
     channels, size = data.train_images.shape[1], data.train_images.shape[2]
-    model = models.build(config.model, channels, len(data.classes), size, config.width)
+    model = models.build(config.model, channels, len(data.classes), size, config.width, config.design)
     if not config.dropout:
         for module in model.modules():
             if isinstance(module, nn.Dropout):

@@ -1,0 +1,118 @@
+"""Small networks: how few parameters reach an accuracy, each row beside a narrow dense network of as many.
+
+Two commands train them, the choices on held-out training images first and the rows themselves then::
+
+    cpnorm reproduce records-pilot --seeds 1 --results results/records
+    cpnorm reproduce records-mnist records-cifar10 --seeds 8 --results results/records
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cpnorm.lab.paper.beyond import ALEXNET_LAYERS, LENET_LAYERS
+from cpnorm.lab.paper.tables import Row, Table
+from cpnorm.lab.training.config import Config
+
+# Every parameter is counted: sigma, lambdas, vectors, biases, batch normalisation and the last layer, which stays dense
+# since its ten outputs bound its rank.
+CANONICAL = Config(
+    norm="cp",
+    init="kaiming_normal",
+    optimizer="adam",
+    schedule="cosine",
+    drop_last=True,
+    dropout=False,
+)
+HELD_OUT = 5000  # training images on which designs are compared
+
+
+def thin_ranks(design: Mapping[str, Any], ranks: Sequence[int], stem: int) -> dict[str, int]:
+    """Return the rank of every convolution of a ``small_resnet``, given that of each stage.
+
+    >>> thin_ranks({"widths": [16, 32], "depths": [1, 2]}, [8, 12], stem=4)["stages.1.2.conv2"]
+    12
+    """
+    found = {"stem": stem}
+    for stage, (depth, rank) in enumerate(zip(design["depths"], ranks, strict=True)):
+        first = 1 if stage else 0  # a transition comes first
+        for block in range(first, first + depth):
+            found |= {f"stages.{stage}.{block}.conv{index}": rank for index in (1, 2)}
+    return found
+
+
+def _thin(key: str, name: str, recipe: Config, widths: Sequence[int], ranks: Sequence[int], **options: Any) -> Row:
+    """Return a row of a small residual network of these widths, with these ranks in its stages."""
+    stem, changes = options.pop("stem", 10), options.pop("changes", {})
+    design = {"widths": list(widths), "depths": [1] * len(widths)} | options
+    rank = thin_ranks(design, ranks, stem)
+    config = recipe.replace(model="small_resnet", design=design, rank=rank, skip=("linear",), **changes)
+    return Row(key, name, config, None)
+
+
+def _narrow(key: str, name: str, recipe: Config, widths: Sequence[int], **options: Any) -> Row:
+    """Return a row of the same network in dense form."""
+    design = {"widths": list(widths), "depths": [1] * len(widths)} | options
+    return Row(key, name, recipe.replace(model="small_resnet", design=design, norm="none"), None)
+
+
+def _paper(key: str, name: str, recipe: Config, ranks: Sequence[int], **changes: Any) -> Row:
+    layers = ALEXNET_LAYERS if recipe.model == "alexnet" else LENET_LAYERS
+    return Row(key, name, recipe.replace(rank=dict(zip(layers, ranks, strict=True)), **changes), None)
+
+
+MNIST = CANONICAL.replace(data="mnist", augment="crop", batch_size=250, lr=0.005, warmup=1, epochs=40)
+CIFAR10 = CANONICAL.replace(data="cifar10", batch_size=500, lr=0.005, warmup=2, epochs=60)
+LENET = MNIST.replace(model="lenet", lambdas="normal", modes=True, lr=0.004)
+ALEXNET = CIFAR10.replace(model="alexnet", lambdas="normal", modes=True, batch_size=250, lr=0.003)
+
+# --- choices, on held-out training images ---------------------------------------------------------------------------
+
+TRIAL = CIFAR10.replace(epochs=15, validation=HELD_OUT)
+PAPER_TRIAL = ALEXNET.replace(epochs=20, validation=HELD_OUT)
+MNIST_TRIAL = MNIST.replace(epochs=12, validation=HELD_OUT)
+CUTOUT: dict[str, Any] = {"augment": "crop-flip-cutout", "label_smoothing": 0.05}
+
+
+def _trial(key: str, *design: Any, recipe: Config = TRIAL, **options: Any) -> Row:
+    return _thin(f"records-pilot/{key}", key.replace("-", " "), recipe, *design, **options)
+
+
+def _paper_trial(key: str, recipe: Config, *ranks: int, **changes: Any) -> Row:
+    return _paper(f"records-pilot/{key}", key.replace("-", " "), recipe, ranks, **changes)
+
+
+BASE = ((32, 64, 96), (20, 31, 29))
+PILOT_ROWS = (
+    # 25 k parameters: width against rank, rounds, kernels, activation, learning rate
+    _trial("25k-base", *BASE),
+    _trial("25k-rounds", (32, 64, 96), (20, 31, 27), rounds=[1, 2, 2]),
+    _trial("25k-kernels", (32, 64, 96), (20, 31, 27), kernels=[3, 5, 5]),
+    _trial("25k-silu", *BASE, activation="silu"),
+    _trial("25k-narrow", (24, 48, 64), (32, 42, 42)),
+    _trial("25k-wide", (48, 96, 160), (16, 20, 15)),
+    _trial("25k-even", (48, 64, 64), (24, 31, 31), rounds=[1, 3, 3]),
+    _trial("25k-deep", (32, 48, 64), (14, 20, 20), depths=[2, 2, 2]),
+    _trial("25k-fast", *BASE, changes={"lr": 0.01}),
+    _trial("25k-slow", *BASE, changes={"lr": 0.0025}),
+    _trial("25k-angles", *BASE, changes={"equal_angles": True}),
+    # 40 k and 80 k parameters
+    _trial("40k-base", (32, 64, 128), (24, 40, 42)),
+    _trial("40k-rounds", (48, 96, 128), (24, 34, 33), rounds=[1, 2, 2]),
+    _trial("80k-base", (64, 128, 192), (32, 50, 51)),
+    # the paper's network: where the ranks go, and what keeps it from fitting the training images alone
+    _paper_trial("70k-even", PAPER_TRIAL, 18, 18, 22, 20, 20, 9, 5, 9),
+    _paper_trial("70k-even-cutout", PAPER_TRIAL, 18, 18, 22, 20, 20, 9, 5, 9, **CUTOUT),
+    _paper_trial("70k-convolutions-cutout", PAPER_TRIAL, 18, 28, 29, 24, 24, 4, 3, 6, **CUTOUT),
+    _paper_trial("70k-convolutions-fast", PAPER_TRIAL, 18, 28, 29, 24, 24, 4, 3, 6, lr=0.006),
+    # MNIST
+    _trial("5k-base", (16, 24, 32), (8, 12, 16), recipe=MNIST_TRIAL, stem=4),
+    _trial("5k-rounds", (16, 24, 32), (8, 12, 14), recipe=MNIST_TRIAL, stem=4, rounds=2),
+    _trial("5k-fast", (16, 24, 32), (8, 12, 16), recipe=MNIST_TRIAL, stem=4, changes={"lr": 0.01}),
+    _paper_trial("8k-even", LENET.replace(epochs=12, validation=HELD_OUT), 6, 24, 18, 8),
+    _paper_trial("8k-thin", LENET.replace(epochs=12, validation=HELD_OUT), 8, 30, 14, 9),
+    _paper_trial("8k-fast", LENET.replace(epochs=12, validation=HELD_OUT), 6, 24, 18, 8, lr=0.008),
+)
+
+TABLES = (Table("records-pilot", "Small networks: choices on held-out training images", "", rows=PILOT_ROWS),)
