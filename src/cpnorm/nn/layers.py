@@ -9,8 +9,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cpnorm.nn import planner
-from cpnorm.nn.canonical import CPLayer, fx_call
+from cpnorm.nn.canonical import CPLayer
 from cpnorm.nn.planner import CONV_TRANSPOSE
+from cpnorm.nn.terms import CanonicalTerms
+
+
+def _fx_call(layer: nn.Module, *args: Any) -> Any:
+    """Record one call of the layer, as ``torch.fx.symbolic_trace`` does for torch's own: the path depends on sizes."""
+    tracer: Any = args[0].tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(layer), args, {})
 
 
 class CPLinear(CPLayer, nn.Linear):  # type: ignore[override]
@@ -21,7 +28,7 @@ class CPLinear(CPLayer, nn.Linear):  # type: ignore[override]
     def forward(self, input: Tensor) -> Tensor:  # (..., I) -> (..., O)
         """Compute what nn.Linear computes."""
         if isinstance(input, torch.fx.Proxy):
-            return fx_call(self, input)
+            return _fx_call(self, input)
         prebuilt = self._form.prebuilt
         if prebuilt is not None and len(prebuilt.tensors) == 2:
             left, right = prebuilt.tensors  # (O, R), (I, R)
@@ -39,7 +46,7 @@ class _CPConv(CPLayer):
     def forward(self, input: Tensor) -> Tensor:  # (N, I, ...) or (I, ...)
         """Compute what the plain convolution computes."""
         if isinstance(input, torch.fx.Proxy):
-            return fx_call(self, input)
+            return _fx_call(self, input)
         conv = cast(nn.Conv2d, self)
         batched = input if input.ndim == len(conv.kernel_size) + 2 else input[None]
         weight = self._dense_for(batched)
@@ -81,7 +88,7 @@ class _CPConvTranspose(CPLayer):
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:  # (N, I, ...) or (I, ...)
         """Compute what the plain transposed convolution computes."""
         if isinstance(input, torch.fx.Proxy):
-            return fx_call(self, input, output_size)
+            return _fx_call(self, input, output_size)
         conv: Any = self
         dims = len(conv.kernel_size)
         extra = conv._output_padding(
@@ -129,7 +136,7 @@ CANONICAL_TYPES: tuple[type[CPLayer], ...] = (
 # The names that a canonical layer uses beside those of the plain one: a layer that has one of them stays dense.
 RESERVED = {
     name
-    for kind in (CPLayer, _CPConv, _CPConvTranspose)
+    for kind in (CanonicalTerms, CPLayer, _CPConv, _CPConvTranspose)
     for name in (*vars(kind), *kind.__annotations__)
     if not name.startswith("__") and not hasattr(nn.Module, name)
 } - {"weight", "reset_parameters"}

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from cpnorm.cp.tensor import inverse_norms, khatri_rao, split_modes
-from cpnorm.nn.canonical import CPLayer, Prebuilt, compute_dtype, tie_key
+from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.convert import canonical_layers, including_tied
+from cpnorm.nn.layer_form import Prebuilt, compute_dtype
 from cpnorm.nn.planner import weight_shape
 from cpnorm.nn.prebuilt_op import build_weights, number_of
 

@@ -1,0 +1,65 @@
+"""What a canonical layer keeps beside its parameters: its modes, its path, and the weight that was built last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from cpnorm.nn.canonical import CPLayer
+
+
+@dataclass
+class Prebuilt:
+    """A weight built before its layer runs: W, or two matrices whose product it is."""
+
+    tensors: tuple[Tensor, ...]
+    parameters: tuple[Tensor, ...] = ()  # what it was built from
+    versions: tuple[int, ...] | None = None  # of these and of the weight; None: its maker replaces it in time
+    memory: tuple[Tensor, ...] = ()  # that of the parameters; held, so that other data cannot get the same address
+    in_evaluation: bool = False  # kept over many calls; in training every forward pass builds it
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Return None: a copied layer builds its own."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+class Renormalizer(Protocol):
+    """What keeps the columns of layers unit."""
+
+    def is_unit(self, layer: CPLayer) -> bool:
+        """Return True if the columns of the layer are unit now."""
+
+
+@dataclass
+class Form:
+    """What a canonical layer knows beside its parameters, in one place, so that no attribute of a user's is in the way.
+
+    Attributes:
+        modes: the shape in which W is decomposed: that of the weight, or a finer one.
+        path: "rebuild", "factors", or "auto" for the planner's choice.
+        folds_to: the class that ``fold`` gives back.
+        prebuilt: the weight as it was built last, good for as long as no parameter changes.
+        renormalizer: what keeps the columns unit, if anything does.
+        plans: paths the planner chose before, by rank and size of the input.
+    """
+
+    modes: tuple[int, ...]
+    path: str
+    folds_to: type[nn.Module]
+    prebuilt: Prebuilt | None = None
+    renormalizer: Renormalizer | None = None
+    plans: dict[Any, str] = field(default_factory=dict)
+
+
+def compute_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype in which torch would multiply by this parameter: autocast's if it is on."""
+    kind = parameter.device.type
+    if parameter.dtype == torch.float32 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return parameter.dtype
