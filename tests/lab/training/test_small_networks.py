@@ -87,3 +87,12 @@ def test_the_lab_trains_a_thin_network() -> None:
     for _ in trainer.run():
         pass
     assert trainer.history[-1]["loss"] < 0.8 * trainer.history[0]["loss"]
+
+
+def test_a_gate_multiplies_each_channel_by_a_number_of_the_image() -> None:
+    torch.manual_seed(0)
+    block = small_resnet(3, 4, widths=[5], depths=[1], gated=True).eval().stages[0][0]
+    x = torch.randn(2, 5, 8, 8)
+    y = block.bn2[0](block.conv2(block.bn1[0](block.conv1(x)).relu()))
+    gates = torch.sigmoid(y.mean((2, 3)) @ block.gate.weight.T)
+    torch.testing.assert_close(block(x), (x + y * gates.view(2, 5, 1, 1)).relu())

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cpnorm.lab.paper.beyond import ALEXNET_LAYERS, LENET_LAYERS
+from cpnorm.lab.paper.beyond import ALEXNET_LAYERS, LENET_LAYERS, cut_row
 from cpnorm.lab.paper.tables import Row, Table
 from cpnorm.lab.training.config import Config
+from cpnorm.lab.training.truncation import Truncation
 
 # Every parameter is counted: sigma, lambdas, vectors, biases, batch normalisation and the last layer, which stays dense
 # since its ten outputs bound its rank.
@@ -28,8 +29,8 @@ CANONICAL = Config(
 HELD_OUT = 5000  # training images on which designs are compared
 
 
-def thin_ranks(design: Mapping[str, Any], ranks: Sequence[int], stem: int) -> dict[str, int]:
-    """Return the rank of every convolution of a ``small_resnet``, given that of each stage.
+def thin_ranks(design: Mapping[str, Any], ranks: Sequence[int], stem: int, gate: int = 4) -> dict[str, int]:
+    """Return the rank of every convolution and gate of a ``small_resnet``, given that of each stage.
 
     >>> thin_ranks({"widths": [16, 32], "depths": [1, 2]}, [8, 12], stem=4)["stages.1.2.conv2"]
     12
@@ -39,6 +40,8 @@ def thin_ranks(design: Mapping[str, Any], ranks: Sequence[int], stem: int) -> di
         first = 1 if stage else 0  # a transition comes first
         for block in range(first, first + depth):
             found |= {f"stages.{stage}.{block}.conv{index}": rank for index in (1, 2)}
+            if design.get("gated"):
+                found[f"stages.{stage}.{block}.gate"] = gate
     return found
 
 
@@ -83,6 +86,7 @@ def _paper_trial(key: str, recipe: Config, *ranks: int, **changes: Any) -> Row:
     return _paper(f"records-pilot/{key}", key.replace("-", " "), recipe, ranks, **changes)
 
 
+PILOT_START = _paper_trial("140k-cutout", PAPER_TRIAL, 27, 32, 42, 42, 42, 16, 16, 10, **CUTOUT)
 BASE = ((32, 64, 96), (20, 31, 29))
 PILOT_ROWS = (
     # 25 k parameters: width against rank, rounds, kernels, activation, learning rate
@@ -90,13 +94,15 @@ PILOT_ROWS = (
     _trial("25k-rounds", (32, 64, 96), (20, 31, 27), rounds=[1, 2, 2]),
     _trial("25k-kernels", (32, 64, 96), (20, 31, 27), kernels=[3, 5, 5]),
     _trial("25k-silu", *BASE, activation="silu"),
-    _trial("25k-narrow", (24, 48, 64), (32, 42, 42)),
+    _trial("25k-gated", (32, 64, 96), (20, 29, 26), gated=True),
+    _trial("25k-narrow", (24, 48, 64), (32, 41, 42)),
     _trial("25k-wide", (48, 96, 160), (16, 20, 15)),
     _trial("25k-even", (48, 64, 64), (24, 31, 31), rounds=[1, 3, 3]),
-    _trial("25k-deep", (32, 48, 64), (14, 20, 20), depths=[2, 2, 2]),
+    _trial("25k-deep", (32, 48, 64), (14, 20, 19), depths=[2, 2, 2]),
     _trial("25k-fast", *BASE, changes={"lr": 0.01}),
     _trial("25k-slow", *BASE, changes={"lr": 0.0025}),
     _trial("25k-angles", *BASE, changes={"equal_angles": True}),
+    _narrow("records-pilot/25k-dense", "25k dense", TRIAL, (11, 20, 28)),
     # 40 k and 80 k parameters
     _trial("40k-base", (32, 64, 128), (24, 40, 42)),
     _trial("40k-rounds", (48, 96, 128), (24, 34, 33), rounds=[1, 2, 2]),
@@ -106,6 +112,14 @@ PILOT_ROWS = (
     _paper_trial("70k-even-cutout", PAPER_TRIAL, 18, 18, 22, 20, 20, 9, 5, 9, **CUTOUT),
     _paper_trial("70k-convolutions-cutout", PAPER_TRIAL, 18, 28, 29, 24, 24, 4, 3, 6, **CUTOUT),
     _paper_trial("70k-convolutions-fast", PAPER_TRIAL, 18, 28, 29, 24, 24, 4, 3, 6, lr=0.006),
+    PILOT_START,
+    cut_row(
+        "records-pilot/70k-cut",
+        "70k cut",
+        PILOT_START,
+        Truncation(params=70_000, criterion="gram", refit="als"),
+        lr=0.002,
+    ),
     # MNIST
     _trial("5k-base", (16, 24, 32), (8, 12, 16), recipe=MNIST_TRIAL, stem=4),
     _trial("5k-rounds", (16, 24, 32), (8, 12, 14), recipe=MNIST_TRIAL, stem=4, rounds=2),

@@ -20,21 +20,26 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU}
 class SharedBlock(nn.Module):
     """Two convolutions added to their input, applied one or several times with batch statistics of their own.
 
-    All rounds share the convolutions, so that another round costs the parameters of two batch normalisations only.
+    All rounds share the convolutions, so that another round costs the parameters of two batch normalisations only. With
+    ``gated``, each channel is multiplied by a number between 0 and 1 that a linear layer computes from the means of all
+    channels; in canonical form that layer costs R (2 C + 1) numbers.
     """
 
-    def __init__(self, width: int, kernel: int, rounds: int, activation: str) -> None:
+    def __init__(self, width: int, kernel: int, rounds: int, activation: str, gated: bool) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(width, width, kernel, padding=kernel // 2, bias=False)
         self.conv2 = nn.Conv2d(width, width, kernel, padding=kernel // 2, bias=False)
         self.bn1 = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(rounds))
         self.bn2 = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(rounds))
         self.activation = ACTIVATIONS[activation]()
+        self.gate = nn.Linear(width, width, bias=False) if gated else None
 
     def forward(self, x: Tensor) -> Tensor:  # (N, C, H, W)
         for bn1, bn2 in zip(self.bn1, self.bn2, strict=True):
-            y = self.activation(bn1(self.conv1(x)))
-            x = self.activation(x + bn2(self.conv2(y)))
+            y = bn2(self.conv2(self.activation(bn1(self.conv1(x)))))
+            if self.gate is not None:
+                y = y * self.gate(y.mean((2, 3))).sigmoid()[:, :, None, None]
+            x = self.activation(x + y)
         return x
 
 
@@ -62,6 +67,7 @@ class SmallResNet(nn.Module):
         rounds: Sequence[int],
         kernels: Sequence[int],
         activation: str,
+        gated: bool,
     ) -> None:
         super().__init__()
         self.stem = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
@@ -71,7 +77,7 @@ class SmallResNet(nn.Module):
         inputs = widths[0]
         for width, depth, times, kernel in zip(widths, depths, rounds, kernels, strict=True):
             blocks: list[nn.Module] = [Widen(inputs, width)] if stages else []
-            blocks += [SharedBlock(width, kernel, times, activation) for _ in range(depth)]
+            blocks += [SharedBlock(width, kernel, times, activation, gated) for _ in range(depth)]
             stages.append(nn.Sequential(*blocks))
             inputs = width
         self.stages = nn.Sequential(*stages)
@@ -92,6 +98,7 @@ def small_resnet(
     rounds: int | Sequence[int] = 1,
     kernels: int | Sequence[int] = 3,
     activation: str = "relu",
+    gated: bool = False,
 ) -> SmallResNet:
     """Return a small residual network; ``canonical_norm`` makes its convolutions thin.
 
@@ -104,6 +111,7 @@ def small_resnet(
         rounds: how often each block of a stage is applied, with the same convolutions.
         kernels: sizes of the kernels of each stage.
         activation: "relu" or "silu".
+        gated: multiply the channels of each block by numbers computed from their means.
 
     >>> network = small_resnet(widths=(8, 16), depths=(1, 1), rounds=2)
     >>> sum(p.numel() for p in network.parameters())
@@ -120,6 +128,7 @@ def small_resnet(
         _for_stages("rounds", rounds, stages),
         _for_stages("kernels", kernels, stages),
         activation,
+        gated,
     )
 
 
