@@ -99,6 +99,7 @@ PILOT_ROWS = (
     _trial("25k-wide", (48, 96, 160), (16, 20, 15)),
     _trial("25k-even", (48, 64, 64), (24, 31, 31), rounds=[1, 3, 3]),
     _trial("25k-deep", (32, 48, 64), (14, 20, 19), depths=[2, 2, 2]),
+    _trial("25k-two-stages", (48, 80), (30, 24), depths=[1, 2]),
     _trial("25k-fast", *BASE, changes={"lr": 0.01}),
     _trial("25k-slow", *BASE, changes={"lr": 0.0025}),
     _trial("25k-angles", *BASE, changes={"equal_angles": True}),
