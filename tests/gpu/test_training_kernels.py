@@ -86,11 +86,13 @@ def test_only_contiguous_float32_on_a_gpu() -> None:
             Renormalizer([wrong], [torch.ones(2).cuda()])
 
 
-def terms_of(outputs: int, inputs: int, kernel: tuple[int, ...], rank: int) -> list[nn.Parameter]:
-    """Sigma, lambdas and factors as a layer has them, one lambda of them 0."""
+def terms_of(outputs: int, inputs: int, kernel: tuple[int, ...], rank: int, free: bool = False) -> list[nn.Parameter]:
+    """Sigma, lambdas and factors as a layer has them, one lambda of them 0; free vectors have any length."""
     lambdas = torch.randn(rank)
     lambdas[1:2] = 0
     factors = [unit_columns(torch.randn(n, rank)) for n in (outputs, inputs, *kernel)]
+    if free:
+        factors = [factor * (0.3 + 2 * torch.rand(rank)) for factor in factors]
     return [nn.Parameter(term.to(DEVICE)) for term in (torch.tensor(1.7), lambdas, *factors)]
 
 
@@ -98,8 +100,10 @@ def in_double(terms: Sequence[Sequence[Tensor]]) -> list[list[nn.Parameter]]:
     return [[nn.Parameter(term.detach().double()) for term in of_layer] for of_layer in terms]
 
 
-def dense(terms: Sequence[Tensor]) -> Tensor:
+def dense(terms: Sequence[Tensor], free: bool = False) -> Tensor:
     sigma, lambdas, *factors = terms
+    if free:
+        return dense_from_terms(sigma * lambdas, [unit_columns(factor) for factor in factors])
     scales, *units = UnitTerms.apply(sigma * lambdas, *factors)
     return dense_from_terms(scales, units)
 
@@ -121,8 +125,12 @@ def precision(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch's own, where the first product is a gradient's
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS.keys())
-def test_steps_as_torch_takes_them(layers: list[Shape], optimizer: str, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("layers", "free"),
+    [*((name, False) for name in LAYERS), *((name, True) for name in LAYERS if name in ("unequal", "AlexNet-like"))],
+)
+def test_steps_as_torch_takes_them(layers: str, free: bool, optimizer: str, precision: str) -> None:
+    """Free columns are divided by their lengths in the forward pass only, unit ones are renormalised."""
     from cpnorm.gpu.train_step import FusedTrainStep
 
     if precision != "fp32" and optimizer in ("rmsprop", "adam", "adamw"):
@@ -132,20 +140,20 @@ def test_steps_as_torch_takes_them(layers: list[Shape], optimizer: str, precisio
     if optimizer in ("rmsprop", "adam", "adamw"):  # steps follow a gradient's sign, however small: rounding may turn it
         tolerance = 2e-3
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    terms = [terms_of(*layer) for layer in layers]
+    terms = [terms_of(*layer, free) for layer in LAYERS[layers]]
     exact = in_double(terms)
     ours, torchs = OPTIMIZERS[optimizer]
     followed, right = ours(groups(terms, rate)), torchs(groups(exact, rate))
     rule = prebuilt.optimizer_rule(followed)
     assert rule is not None
-    trained = FusedTrainStep(terms, dtype, rule)
+    trained = FusedTrainStep(terms, dtype, rule, free=free)
     trained.multiply()
     for _ in range(2):
         old = [[term.detach().clone() for term in of_layer] for of_layer in terms]
         right.zero_grad()
         sides = []
         for index, of_layer in enumerate(exact):
-            wanted, made = dense(of_layer), trained.weight(index)
+            wanted, made = dense(of_layer, free), trained.weight(index)
             assert made.dtype == dtype
             assert made.shape == wanted.shape
             assert (made - wanted).norm() < tolerance * wanted.norm()
@@ -155,11 +163,11 @@ def test_steps_as_torch_takes_them(layers: list[Shape], optimizer: str, precisio
         trained.train(sides)
         radial = [(lambdas.grad * lambdas).norm().item() for _, lambdas, *_ in exact]
         right.step()
-        cpnorm.renormalize_terms(
-            [f for of_layer in exact for f in of_layer[2:]], [of_layer[1] for of_layer in exact for _ in of_layer[2:]]
-        )
+        if not free:
+            scales = [of_layer[1] for of_layer in exact for _ in of_layer[2:]]
+            cpnorm.renormalize_terms([f for of_layer in exact for f in of_layer[2:]], scales)
         for index, (of_layer, wanted_terms) in enumerate(zip(terms, exact, strict=True)):
-            next_weight = dense(wanted_terms) / wanted_terms[0]  # which may be what is left of two large numbers
+            next_weight = dense(wanted_terms, free) / wanted_terms[0]  # which may be what is left of two large numbers
             error = (trained.weight(index) / of_layer[0] - next_weight).norm()
             assert error < 2 * tolerance * next_weight.norm()
             for place in range(len(of_layer)):
@@ -167,6 +175,8 @@ def test_steps_as_torch_takes_them(layers: list[Shape], optimizer: str, precisio
                 # A step is what is left of a gradient without its radial part, that of sigma of parts of both signs.
                 size = (wanted - before).norm() + rate * (1 + index) * radial[index]
                 allowed = 2 * tolerance * size + 3e-7 * wanted.norm()
+                if free and len(new.shape) == 2 and len(new) == 1:  # a number has no direction to learn
+                    allowed = allowed + rate * (1 + index) * len(new[0]) ** 0.5  # Adam follows the sign of rounding
                 assert (new - wanted).norm() < allowed, (index, place)
                 new.data.copy_(wanted)  # the next step starts from the same again
                 for key, value in right.state[wanted].items():
@@ -197,6 +207,26 @@ def test_vectors_that_die() -> None:
         assert not lambdas.any()
         for factor in factors:
             torch.testing.assert_close(factor.detach(), torch.full_like(factor, len(factor) ** -0.5))
+
+
+def test_a_free_vector_without_a_direction() -> None:
+    """Has neither a part in the weight nor a gradient, as in the layers themselves."""
+    from cpnorm.gpu.train_step import FusedTrainStep
+
+    terms = terms_of(9, 5, (3, 3), 7, free=True)
+    with torch.no_grad():
+        terms[2][:, 3] = 0
+        terms[4][:, 5] = 0
+    before = [term.detach().clone() for term in terms]
+    rule = prebuilt.optimizer_rule(torch.optim.SGD(groups([terms], 0.1)))
+    assert rule is not None
+    trained = FusedTrainStep([terms], torch.float32, rule, free=True)
+    trained.multiply()
+    torch.testing.assert_close(trained.weight(0), dense(before, free=True))
+    trained.train([trained.side_gradients(0, torch.randn(9, 5, 3, 3, device=DEVICE))])
+    for place, column in itertools.product((0, 1, 2, 3), (3, 5)):
+        torch.testing.assert_close(terms[2 + place][:, column], before[2 + place][:, column])
+    assert (terms[2][:, 0] != before[2][:, 0]).all()
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
@@ -244,12 +274,18 @@ def test_optimizers_that_no_kernel_knows() -> None:
         assert prebuilt.optimizer_rule(unknown) is None
 
 
-def network() -> nn.Module:
+def network(free: bool = False) -> nn.Module:
     torch.manual_seed(0)
     convolutions = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 6, 3, stride=2), nn.Flatten()]
     model = nn.Sequential(*convolutions, nn.Linear(6 * 3 * 3, 12), nn.ReLU(), nn.Linear(12, 10))
     cpnorm.canonical_norm(model, rank=7, init="kaiming_normal", generator=torch.Generator().manual_seed(0))
     cpnorm.renormalize(model).to(DEVICE)
+    if free:
+        with torch.no_grad():
+            for layer in cpnorm.canonical_layers(model).values():
+                for factor in layer.factors:
+                    factor *= 0.3 + 2 * torch.rand(layer.rank, device=DEVICE)
+        return model
     weights = cpnorm.NetworkWeights(model)
     weights.trust_columns()
     weights.enabled = False
@@ -311,13 +347,17 @@ class Replayed:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="tests/lab/training/test_steps.py tests captured steps on a GPU")
-@pytest.mark.parametrize(("optimizer", "early"), [("sgd", False), ("sgd", True), ("adam", True)])
+@pytest.mark.parametrize(
+    ("optimizer", "early", "free"),
+    [("sgd", False, False), ("sgd", True, False), ("adam", True, False), ("sgd", False, True), ("adam", True, True)],
+)
 def test_a_run_by_kernels(
-    optimizer: str, early: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    optimizer: str, early: bool, free: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Batches of two sizes, an end of an epoch, a checkpoint in the middle of one: as without kernels.
 
-    Early: the model is cut in two, and its last layers get their step before the backward pass of the others.
+    Early: the model is cut in two, and its last layers get their step before the backward pass of the others. Free:
+    vectors are divided in the forward pass and never renormalised.
     """
     monkeypatch.setattr(prebuilt, "EARLY_FROM", 1 if early else 1e9)
     monkeypatch.setattr(prebuilt, "has_kernel", lambda layer: True)
@@ -334,11 +374,12 @@ def test_a_run_by_kernels(
     labels = torch.arange(20) % 10
     data = ImageSet("random", pixels, labels, pixels, labels, (120.0,) * 3, (60.0,) * 3, tuple("0123456789"))
     config = Config(
-        optimizer=optimizer, lr=0.01, momentum=0.9, batch_size=8, epochs=2, augment="none", precision="fp32"
-    )
+        optimizer=optimizer, lr=0.01, momentum=0.9, batch_size=8, epochs=2, augment="none", precision="fp32",
+        renormalize=not free,
+    )  # fmt: skip
 
     def trainer(captures: bool) -> Trainer:
-        flat = network()
+        flat = network(free)
         model = nn.Sequential(flat[:4], flat[4:])
         for layer in (flat[4], flat[6]):
             layer.path = "factors"
@@ -360,6 +401,8 @@ def test_a_run_by_kernels(
     assert not caplog.records
     assert by_kernels.step.mode == "compiled, CUDA graph, prebuilt weights"
     assert [len(group.layers) for group in by_kernels.step.kernels] == ([2, 2] if early else [4])
+    lengths = [factor.norm(dim=0) for factor in by_kernels.model.parameters() if factor.ndim == 2]
+    assert all(((each - 1).abs().max() > 0.1) == free for each in lengths)
     assert [graph.ways[1] is not None for graph in by_kernels.step.graphs.values()] == [early] * 2
     start = trainer(False).model.state_dict()
     for name, wanted in plain.model.state_dict().items():

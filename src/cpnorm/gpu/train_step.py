@@ -16,6 +16,8 @@ from cpnorm.gpu import renormalize_kernel, training_kernels
 from cpnorm.gpu.renormalize_kernel import MIDDLE, RENORMALIZE_WARPS, SHORT, TALL
 from cpnorm.gpu.training_kernels import BLOCK, RENEW, TERMS
 
+TINY = torch.finfo(torch.float32).tiny  # the square of a length below which a vector has no direction
+
 
 class Renormalizer:
     """Renormalise tensors that stay at their addresses: float32, contiguous, on one GPU."""
@@ -57,22 +59,33 @@ class Rule:
 
 
 class FusedTerms:
-    """The terms of several layers with unit columns, and the two sides of their weights, laid out for the kernels.
+    """The terms of several layers, and the two sides of their weights, laid out for the kernels.
 
     For each layer sigma (), lambdas (R,), a (O, R), b (I, R) and, for a 2-d convolution, k1 and k2; all float32 and
-    contiguous on one GPU, and to stay where they are. W = left @ right.mT; both are of type ``dtype``.
+    contiguous on one GPU, and to stay where they are. W = left @ right.mT; both are of type ``dtype``. Columns are unit
+    vectors, or, with ``free``, of any length: W is built from their directions.
     """
 
-    def __init__(self, layers: Sequence[Sequence[Tensor]], dtype: torch.dtype, rule: Rule, kind: Any = None) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Sequence[Tensor]],
+        dtype: torch.dtype,
+        rule: Rule,
+        kind: Any = None,
+        *,
+        free: bool = False,
+    ) -> None:
         _expect_plain([term for layer in layers for term in layer])
-        self.layers, self.dtype, self.rule = layers, dtype, rule
+        self.layers, self.dtype, self.rule, self.free = layers, dtype, rule, free
         self._kind = kind or (tl.bfloat16 if dtype == torch.bfloat16 else tl.float32)
         self.device = layers[0][0].device
         self.sides: list[tuple[Tensor, Tensor]] = []
         self._kept: list[Tensor] = []  # what the table points to
         self._steps: list[Tensor] = []
+        self._lengths: list[tuple[int, ...]] = []  # programs of the kernel of that name
         counts = [tuple(len(k) for k in kernels) or (1, 1) for _, _, _, _, *kernels in layers]
         self._table = self._integers([self._entry(layer, n) for layer, n in zip(layers, counts, strict=True)])
+        self._length_programs = self._integers(self._lengths)
         self._padded = max(triton.next_power_of_2(n) for both in counts for n in both)
         self._terms = self._integers(
             [(i, 0, i, 0, at) for i, (_, lambdas, *_) in enumerate(layers) for at in range(0, len(lambdas), TERMS)]
@@ -112,7 +125,12 @@ class FusedTerms:
             blocks = triton.cdiv(len(big), BLOCK[0])
             entry += [side.data_ptr(), len(big), *steps_in_side, n]
             entry += self._scratch([blocks * n * width, blocks * width, width])
-        return entry + self._gradient_addresses(left, right)
+            self._lengths += _columns(big, entry[-1])
+        entry += self._gradient_addresses(left, right)
+        inverses = self._scratch([width, width]) if kernels else 2 * [ones.data_ptr()]
+        for k, inverse in zip(kernels, inverses, strict=False):
+            self._lengths += _columns(k, inverse)
+        return entry + inverses
 
     def _gradient_addresses(self, left: Tensor, right: Tensor) -> list[int]:
         return [0, 0]  # gradients of the sides are handed over at each step
@@ -143,17 +161,19 @@ class FusedTerms:
 
     def multiply(self) -> None:
         """Fill ``sides`` from the terms as they are now."""
+        if self.free:
+            training_kernels.lengths[len(self._length_programs),](self._length_programs, TINY, TERMS)
         self._renew(normalize=False)
 
     def _renew(self, *, normalize: bool) -> None:
         *shape, warps = RENEW
         training_kernels.renew[len(self._renewed),](
-            self._table, self._renewed, self._kind, normalize, *shape, num_warps=warps
+            self._table, self._renewed, self._kind, normalize, *shape, self.free, num_warps=warps
         )
 
 
 class FusedTrainStep(FusedTerms):
-    """Steps of an optimizer on ``FusedTerms``, renormalisation included."""
+    """Steps of an optimizer on ``FusedTerms``, renormalisation included; free columns are never renormalised."""
 
     def weight(self, index: int) -> Tensor:
         """Return W (O, I, k1, k2) in channels-last layout, or (O, I), from ``sides``."""
@@ -179,13 +199,12 @@ class FusedTrainStep(FusedTerms):
         return d_left, torch.mm(matrix.mT, left, out=right)
 
     def train(self, d_sides: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Take a step from the gradients of ``sides``, renormalise, and fill ``sides`` for the next step."""
+        """Take a step from the gradients of ``sides``, renormalise unless free, and fill ``sides`` for the next one."""
         rule = self.rule
         beta2 = 0.0 if rule.beta2 is None else rule.beta2
         numbers = (rule.decay, rule.beta1, rule.rest1, beta2, 1 - beta2, rule.eps)
         logs = tuple(math.log2(beta) if beta else 0.0 for beta in (rule.beta1, beta2))
         kind = (rule.beta1 > 0, rule.beta2 is not None, rule.decoupled, rule.corrected, False)
-        tiny = torch.finfo(torch.float32).tiny
         if self._steps:
             torch._foreach_add_(self._steps, 1.0)
 
@@ -196,18 +215,23 @@ class FusedTrainStep(FusedTerms):
         for n, programs in self._totals.items():
             ds = gradients(self._summed[n])
             training_kernels.totals[len(programs),](
-                self._table, programs, ds, self._kind, n, rows, columns, num_warps=warps
+                self._table, programs, ds, self._kind, n, rows, columns, self.free, num_warps=warps
             )
         grid, of_terms = (len(self._terms),), (self._table, self._terms)
-        rest = (numbers, logs, tiny, kind, self._padded, rows, TERMS)
-        training_kernels.radials[grid](*of_terms, self._padded, rows, TERMS)
+        rest = (numbers, logs, TINY, kind, self._padded, rows, TERMS, self.free)
+        training_kernels.radials[grid](*of_terms, self._padded, rows, TERMS, self.free)
         for n, programs in self._moves.items():
             ds = gradients(self._groups[n])
             training_kernels.move[len(programs),](
-                self._table, programs, ds, numbers, logs, kind, self._kind, n, rows, columns, num_warps=warps
+                self._table, programs, ds, numbers, logs, kind, self._kind, n, rows, columns, self.free, num_warps=warps
             )
         training_kernels.finish[grid](*of_terms, *rest)
         self._renew(normalize=True)
+
+
+def _columns(factor: Tensor, inverses: int) -> list[tuple[int, ...]]:
+    size, rank = factor.shape
+    return [(factor.data_ptr(), inverses, size, rank, at) for at in range(0, rank, TERMS)]
 
 
 def _expect_plain(tensors: Sequence[Tensor]) -> None:

@@ -46,6 +46,10 @@ def gather(sources, programs, dtype: tl.constexpr, rows: tl.constexpr, columns: 
 #       the rows of a, by blocks of rows: of d left * a, and those of a * a; 1 / |a|
 #   40  right: the same of b and k2
 #   48  the addresses of the gradients of left and right, where they stay in one place
+#   50  1 / |k1| and 1 / |k2| of each term; 1 where there are none
+#
+# Vectors are unit, or, where a kernel is called with ``free``, of any length: W is built from their directions, and a
+# gradient is that of a / |a|. Then the inverse lengths are read from the table, and vectors are never divided in place.
 #
 # A step of the optimizer goes through a and b three times, block by block, since twice something has to be summed over
 # a whole column first; between, kernels that see a term as a whole do what is left:
@@ -57,7 +61,8 @@ def gather(sources, programs, dtype: tl.constexpr, rows: tl.constexpr, columns: 
 #   renew    unit columns, and left and right for the next step
 STEPS, RANK, WIDTH, CONVOLUTION = (tl.constexpr(n) for n in range(24, 28))
 PARTS, RADIAL, SCALES, BY_SCALE = (tl.constexpr(n) for n in range(28, 32))
-LAMBDAS, A, K1, SIGMA, LEFT, RIGHT, GRADIENTS, FIELDS = (tl.constexpr(n) for n in (0, 4, 12, 20, 32, 40, 48, 50))
+LAMBDAS, A, K1, SIGMA, LEFT, RIGHT, GRADIENTS = (tl.constexpr(n) for n in (0, 4, 12, 20, 32, 40, 48))
+K_INVERSE, FIELDS = tl.constexpr(50), tl.constexpr(52)
 
 # Rows and columns of a factor that one program holds, and its warps.
 BLOCK = (32, 64, 4)  # of totals and move: sums are kept by blocks of as many rows
@@ -96,6 +101,16 @@ def _small(parameter, column, rank, count, padded: tl.constexpr):  # type: ignor
 
 
 @triton.jit
+def _inverses(place, column, rank, free: tl.constexpr):  # type: ignore[no-untyped-def]
+    # 1 / |a| of each column: 1 of unit ones, 0 of those without a direction.
+    if free:
+        inverse = tl.maximum(tl.load(_floats(place) + column, mask=column < rank, other=0.0), 0.0)
+    else:
+        inverse = tl.full(column.shape, 1.0, tl.float32)
+    return inverse
+
+
+@triton.jit
 def _part(d, sides, j, row, column, width):  # type: ignore[no-untyped-def]
     # (rows, columns) of the gradient of left or right for row j of the small factor; columns go on to the width, zeros.
     size, big_step, small_step, _ = sides
@@ -125,19 +140,20 @@ def _program(table, programs):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _totals_of(d, big, sums, sides, row, column, rank, width, count: tl.constexpr):  # type: ignore[no-untyped-def]
+def _totals_of(d, big, sums, sides, row, column, rank, width, inverse, count: tl.constexpr):  # type: ignore[no-untyped-def]
     there = column < rank
     inside = (row < sides[0])[:, None] & there[None, :]
     x = tl.load(big + row[:, None] * rank + column[None, :], mask=inside, other=0.0)
     for j in tl.static_range(count):
-        total = tl.sum(_part(d, sides, j, row, column, width) * x, axis=0)
+        total = tl.sum(_part(d, sides, j, row, column, width) * x, axis=0) * inverse
         tl.store(sums + j * rank + column, total, mask=there)
 
 
 @triton.jit
 def totals(  # type: ignore[no-untyped-def]
-    table, programs, ds, dtype: tl.constexpr, count: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr
-):
+    table, programs, ds, dtype: tl.constexpr, count: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    free: tl.constexpr = False,
+):  # fmt: skip
     """Sum d left * a and d right * b."""
     entry, is_right, which, first, start = _program(table, programs)
     d, side = _chosen(ds, which, entry, is_right, dtype), entry + LEFT + is_right * (RIGHT - LEFT)
@@ -145,10 +161,11 @@ def totals(  # type: ignore[no-untyped-def]
     row, column = first + tl.arange(0, rows), start + tl.arange(0, columns)
     rank, width = _number(entry + RANK), _number(entry + WIDTH)
     sums = _floats(side + 5) + first // rows * count * rank
+    inverse = _inverses(side + 7, column, rank, free)
     if rank % 4 == 0:  # then numbers are read four at a time
-        _totals_of(d, big, sums, sides, row, column, rank // 4 * 4, width // 4 * 4, count)
+        _totals_of(d, big, sums, sides, row, column, rank // 4 * 4, width // 4 * 4, inverse, count)
     else:
-        _totals_of(d, big, sums, sides, row, column, rank, width, count)
+        _totals_of(d, big, sums, sides, row, column, rank, width, inverse, count)
 
 
 @triton.jit
@@ -167,7 +184,9 @@ def _over_blocks(sums, size, count, column, rank, padded: tl.constexpr, block: t
 
 
 @triton.jit
-def radials(table, programs, padded: tl.constexpr, block: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
+def radials(  # type: ignore[no-untyped-def]
+    table, programs, padded: tl.constexpr, block: tl.constexpr, columns: tl.constexpr, free: tl.constexpr = False
+):
     """Compute the gradients of the scales and kernel factors, and the radial parts."""
     entry, _, _, _, start = _program(table, programs)
     column = start + tl.arange(0, columns)
@@ -186,6 +205,7 @@ def radials(table, programs, padded: tl.constexpr, block: tl.constexpr, columns:
                 sigma = tl.load(_floats(entry + SIGMA))
                 lambdas = tl.load(_floats(entry + LAMBDAS) + column, mask=there, other=0.0)
                 by_scale = tl.sum(total * _small(entry + K1, column, rank, count, padded), axis=0)
+                by_scale *= _inverses(entry + K_INVERSE, column, rank, free)
                 tl.store(_floats(entry + PARTS) + column, by_scale * lambdas, mask=there)
                 tl.store(_floats(entry + RADIAL) + column, by_scale * sigma * lambdas, mask=there)  # see UnitTerms
                 tl.store(_floats(entry + SCALES) + column, sigma * lambdas, mask=there)
@@ -231,7 +251,7 @@ def _with_corrections(entry, numbers, logs, kind: tl.constexpr):  # type: ignore
 
 @triton.jit
 def _move_of(  # type: ignore[no-untyped-def]
-    d, big, small, sums, sides, row, column, rank, width, scales, radial, numbers, kind: tl.constexpr,
+    d, big, small, sums, sides, row, column, rank, width, scales, radial, inverse, numbers, kind: tl.constexpr,
     count: tl.constexpr,
 ):  # fmt: skip
     factor, one, two, rate = _factor(big, kind)
@@ -243,7 +263,8 @@ def _move_of(  # type: ignore[no-untyped-def]
     for j in tl.static_range(count):
         k = tl.load(small + j * rank + column, mask=there, other=0.0)
         g += _part(d, sides, j, row, column, width) * (k * scales)[None, :]
-    x = _moved(x, g - x * radial[None, :], one, two, rate, place, inside, numbers, kind)
+    g = (g - x * (inverse * radial)[None, :]) * inverse[None, :]
+    x = _moved(x, g, one, two, rate, place, inside, numbers, kind)
     if not kind[4]:
         tl.store(factor + place, x, mask=inside)
         tl.store(sums + column, tl.sum(x * x, axis=0), mask=there)
@@ -252,7 +273,7 @@ def _move_of(  # type: ignore[no-untyped-def]
 @triton.jit
 def move(  # type: ignore[no-untyped-def]
     table, programs, ds, numbers, logs, kind: tl.constexpr,
-    dtype: tl.constexpr, count: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    dtype: tl.constexpr, count: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, free: tl.constexpr = False,
 ):  # fmt: skip
     """Take the optimizer's step of a and b, or store their gradients; sum the squares."""
     entry, is_right, which, first, start = _program(table, programs)
@@ -264,13 +285,16 @@ def move(  # type: ignore[no-untyped-def]
     radial = tl.load(_floats(entry + RADIAL) + column, mask=column < rank, other=0.0)
     scales = tl.load(_floats(entry + SCALES) + column, mask=column < rank, other=0.0)
     scales = tl.where(is_right == 0, scales, 1.0)
+    scales *= _inverses(entry + K_INVERSE + is_right, column, rank, free)
+    inverse = _inverses(side + 7, column, rank, free)
     sums = _floats(side + 6) + first // rows * rank
     if rank % 4 == 0:
         _move_of(
-            d, big, small, sums, sides, row, column, rank // 4 * 4, width // 4 * 4, scales, radial, numbers, kind, count
-        )
+            d, big, small, sums, sides, row, column, rank // 4 * 4, width // 4 * 4, scales, radial, inverse, numbers,
+            kind, count,
+        )  # fmt: skip
     else:
-        _move_of(d, big, small, sums, sides, row, column, rank, width, scales, radial, numbers, kind, count)
+        _move_of(d, big, small, sums, sides, row, column, rank, width, scales, radial, inverse, numbers, kind, count)
 
 
 @triton.jit
@@ -281,7 +305,7 @@ def _inverse(squares, tiny):  # type: ignore[no-untyped-def]
 @triton.jit
 def finish(  # type: ignore[no-untyped-def]
     table, programs, numbers, logs, tiny,
-    kind: tl.constexpr, padded: tl.constexpr, block: tl.constexpr, columns: tl.constexpr,
+    kind: tl.constexpr, padded: tl.constexpr, block: tl.constexpr, columns: tl.constexpr, free: tl.constexpr = False,
 ):  # fmt: skip
     """Take the optimizer's step of everything but a and b, or store the gradients; compute the norms."""
     entry, _, _, _, start = _program(table, programs)
@@ -298,7 +322,8 @@ def finish(  # type: ignore[no-untyped-def]
             squares = tl.sum(_over_blocks(_floats(side + 6), size, 1, column, rank, 1, block), axis=0)
             inverse = _inverse(squares, tiny)
             tl.store(_floats(side + 7) + column, inverse, mask=there)
-            alive = alive & (inverse > 0)
+            if not free:  # a free vector without a direction may get one again
+                alive = alive & (inverse > 0)
         if _number(entry + CONVOLUTION) == 1:
             parameter = entry + K1 + is_right * 4
             scales = tl.load(_floats(entry + SCALES) + column, mask=there & (is_right == 0), other=1.0)
@@ -307,12 +332,18 @@ def finish(  # type: ignore[no-untyped-def]
             k, one, two, rate = _factor(parameter, kind)
             x = tl.load(k + place, mask=inside, other=0.0)
             g = tl.load(_floats(side + 5) + place, mask=inside, other=0.0)
-            x = _moved(x, g * scales[None, :] - x * radial[None, :], one, two, rate, place, inside, numbers, kind)
+            inverse = _inverses(entry + K_INVERSE + is_right, column, rank, free)
+            g = (g * scales[None, :] - x * (inverse * radial)[None, :]) * inverse[None, :]
+            x = _moved(x, g, one, two, rate, place, inside, numbers, kind)
             if not kind[4]:
                 inverse = _inverse(tl.sum(x * x, axis=0), tiny)
-                flat = 1.0 / tl.sqrt(count.to(tl.float32))
-                tl.store(k + place, tl.where((inverse > 0)[None, :], x * inverse[None, :], flat), mask=inside)
-                alive = alive & (inverse > 0)
+                if free:
+                    tl.store(_floats(entry + K_INVERSE + is_right) + column, inverse, mask=there)
+                else:
+                    flat = 1.0 / tl.sqrt(count.to(tl.float32))
+                    x = tl.where((inverse > 0)[None, :], x * inverse[None, :], flat)
+                    alive = alive & (inverse > 0)
+                tl.store(k + place, x, mask=inside)
     lambdas, one, two, rate = _factor(entry + LAMBDAS, kind)
     x = tl.load(lambdas + column, mask=there, other=0.0)
     g = tl.load(_floats(entry + BY_SCALE) + column, mask=there, other=0.0)
@@ -340,13 +371,16 @@ def _move_sigma(entry, rank, numbers, kind: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def _renew_of(  # type: ignore[no-untyped-def]
-    big, small, out, sides, row, column, rank, width, scales, inverse, dtype: tl.constexpr, normalize: tl.constexpr
-):
+    big, small, out, sides, row, column, rank, width, scales, inverse, dtype: tl.constexpr, normalize: tl.constexpr,
+    free: tl.constexpr,
+):  # fmt: skip
     size, big_step, small_step, count = sides
     inside = (row < size)[:, None] & (column < rank)[None, :]
     own = big + row[:, None] * rank + column[None, :]
     x = tl.load(own, mask=inside, other=0.0)
-    if normalize:
+    if free:
+        x *= tl.maximum(inverse, 0.0)[None, :]
+    elif normalize:
         x = tl.where((inverse > 0)[None, :], x * inverse[None, :], 1.0 / tl.sqrt(size.to(tl.float32)))
         tl.store(own, x, mask=inside)
         x = tl.where(inside, x, 0.0)
@@ -359,9 +393,10 @@ def _renew_of(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def renew(  # type: ignore[no-untyped-def]
-    table, programs, dtype: tl.constexpr, normalize: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr
-):
-    """Normalise the columns, and fill left and right for the next step."""
+    table, programs, dtype: tl.constexpr, normalize: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    free: tl.constexpr = False,
+):  # fmt: skip
+    """Normalise the columns unless they are free, and fill left and right for the next step."""
     entry, is_right, _, first, start = _program(table, programs)
     side = entry + LEFT + is_right * (RIGHT - LEFT)
     sides = _side(side)
@@ -372,8 +407,28 @@ def renew(  # type: ignore[no-untyped-def]
     big, small = _floats(entry + A + is_right * 4), _floats(entry + K1 + is_right * 4)
     scales = tl.load(_floats(entry + SIGMA)) * tl.load(_floats(entry + LAMBDAS) + column, mask=there, other=0.0)
     scales = tl.where(is_right == 0, scales, 1.0)
+    scales *= _inverses(entry + K_INVERSE + is_right, column, rank, free)
     inverse = tl.load(_floats(side + 7) + column, mask=there, other=1.0)
     if rank % 4 == 0:
-        _renew_of(big, small, out, sides, row, column, rank // 4 * 4, width // 4 * 4, scales, inverse, dtype, normalize)
+        _renew_of(
+            big, small, out, sides, row, column, rank // 4 * 4, width // 4 * 4, scales, inverse, dtype, normalize, free
+        )
     else:
-        _renew_of(big, small, out, sides, row, column, rank, width, scales, inverse, dtype, normalize)
+        _renew_of(big, small, out, sides, row, column, rank, width, scales, inverse, dtype, normalize, free)
+
+
+@triton.jit
+def lengths(programs, tiny, columns: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Compute the inverse lengths of vectors that are not unit."""
+    # A program: address of the factor, of the inverse lengths, rows, rank, first column.
+    entry = programs + tl.program_id(0) * 5
+    factor, out = _floats(entry), _floats(entry + 1)
+    size, rank = _number(entry + 2), _number(entry + 3)
+    column = _number(entry + 4, 64) + tl.arange(0, columns)
+    rows = tl.arange(0, 16)
+    squares = tl.zeros([16, columns], tl.float32)
+    for start in range(0, size, 16):
+        inside = (start + rows < size)[:, None] & (column < rank)[None, :]
+        x = tl.load(factor + (start + rows)[:, None] * rank + column[None, :], mask=inside, other=0.0)
+        squares += x * x
+    tl.store(out + column, _inverse(tl.sum(squares, axis=0), tiny), mask=column < rank)

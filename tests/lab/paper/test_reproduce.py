@@ -351,6 +351,13 @@ def test_ranks_are_missing_until_they_are_estimated(tmp_path: Path, monkeypatch:
     assert set(rank_tables.missing_ranks([], Results(results))) == {("alexnet-ranks", 0), ("lenet-ranks", 0)}
     rank_tables.estimate_ranks(keys, results, stop=Stop(reason="enough"), announce=lambda _: None)
     assert rank_tables.missing_ranks(keys, Results(results)) == missing
+    stop = Stop()
+
+    def ask(_: str) -> None:
+        stop.reason = "enough"
+
+    rank_tables.estimate_ranks(keys, results, stop=stop, announce=ask)  # asked after the first layer
+    assert len(Results(results).lines()) == 1
     rank_tables.estimate_ranks(keys, results, announce=lambda _: None)
     assert rank_tables.missing_ranks(keys, Results(results)) == {}
     assert [line["row"] for line in Results(results).lines()] == [

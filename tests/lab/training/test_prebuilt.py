@@ -67,10 +67,12 @@ def test_which_layers_kernels_train() -> None:
     model = network().cuda()
     layers = list(cpnorm.canonical_layers(model).values())
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1).cuda(), fused=True)
-    assert trained_layers(model, optimizer, "fp32") == []  # they are not known to have unit columns
-    cpnorm.renormalize_after(optimizer, model)
     assert [has_kernel(layer) for layer in layers] == [True, False, True]
-    assert [group.layers for group in trained_layers(model, optimizer, "fp32")] == [[layers[0], layers[2]]]
+    for free in (True, False):
+        (group,) = trained_layers(model, optimizer, "fp32")
+        assert group.layers == [layers[0], layers[2]]
+        assert group.terms.free == free
+        cpnorm.renormalize_after(optimizer, model)
     layers[0].sigma.requires_grad_(False)
     model.append(copy.deepcopy(layers[2]))
     for name, parameter in layers[2].named_parameters():
@@ -101,6 +103,33 @@ def test_only_layers_that_rebuild() -> None:
     prebuilt = PrebuiltWeights(paths, "fp32", rebuilt_weight)
     prebuilt.hold()
     assert [layer.prebuilt is not None for layer in layers] == [True, True, False]
+
+
+def test_weights_whose_sigma_alone_is_trained_are_built_once() -> None:
+    model = network()
+    layers = list(cpnorm.canonical_layers(model).values())
+    for layer in layers:
+        layer.lambdas.requires_grad_(False)
+        layer.factors.requires_grad_(False)
+    expected = copy.deepcopy(model)
+    images = torch.randn(2, 3, 8, 8)
+    expected(images).square().sum().backward()
+
+    def never(layer: cpnorm.CPLayer, precision: str) -> torch.Tensor:
+        raise AssertionError("built again")
+
+    prebuilt = PrebuiltWeights(dict.fromkeys(layers, "rebuild"), "fp32", never)
+    prebuilt.hold()
+    model(images).square().sum().backward()
+    prebuilt.backward()
+    prebuilt.release()
+    for name, gradient in gradients(expected).items():
+        torch.testing.assert_close(gradients(model)[name], gradient, msg=name)
+    with torch.no_grad():
+        layers[0].sigma *= 2
+        doubled = layers[0].weight.clone()
+    prebuilt.hold()
+    torch.testing.assert_close(layers[0].weight, doubled)
 
 
 def test_release_gives_the_layers_their_weight_back() -> None:

@@ -89,8 +89,9 @@ def estimate_ranks(
 ) -> None:
     """Fit the freshly drawn layers by ALS with growing rank, and append each rank found to the results."""
     store, where = Results(results, protocol), environment()
+    stop = Stop() if stop is None else stop  # a Stop without a request is false
     for (table, seed), layers in missing_ranks(keys, store).items():
-        _estimate(table, layers, store, where, seed, stop or Stop(), announce)
+        _estimate(table, layers, store, where, seed, stop, announce)
 
 
 def _estimate(

@@ -46,10 +46,10 @@ def compiled_rebuild() -> Rebuild:
 
 
 def has_kernel(layer: CPLayer) -> bool:
-    """Return True for a 2-d convolution or linear layer with unit columns on a GPU, which ``FusedTrainStep`` takes."""
+    """Return True for a 2-d convolution or linear layer on a GPU, all of it trained, which ``FusedTrainStep`` takes."""
     known = isinstance(layer, cpnorm.CPLinear) and len(layer.modes) == 2
     known = known or (isinstance(layer, cpnorm.CPConv2d) and max(layer.kernel_size) <= LONGEST)
-    if not (known and layer.renormalizer is not None) or find_spec("triton") is None:
+    if not known or find_spec("triton") is None:
         return False
     return all(p.is_cuda and p.dtype == torch.float32 and p.requires_grad for p in layer.canonical_parameters())
 
@@ -96,7 +96,7 @@ class TrainedLayers:
             layer.use_prebuilt(*(tensor.detach().requires_grad_() for tensor in made))
 
     def train(self) -> None:
-        """Take the optimizer's step from the gradients of the weights given to the layers, and renormalise."""
+        """Take the optimizer's step from the gradients of the weights, and renormalise unless columns are free."""
         sides = []
         for index, layer in enumerate(self.layers):
             first, *rest = _gradients(layer)
@@ -107,7 +107,10 @@ class TrainedLayers:
 def trained_layers(
     model: nn.Module, optimizer: torch.optim.Optimizer, precision: str, *, early: bool = True
 ) -> list[TrainedLayers]:
-    """Return groups of layers that kernels can train; if ``early`` pays, the last layers form the first group."""
+    """Return groups of layers that kernels can train; if ``early`` pays, the last layers form the first group.
+
+    Columns of layers without a renormaliser are free: the forward pass alone divides them by their lengths.
+    """
     layers = [layer for layer in model.modules() if isinstance(layer, CPLayer)]
     uses = Counter(id(layer.lambdas) for layer in layers)  # tied ones have more than one gradient
     found = [layer for layer in layers if has_kernel(layer) and uses[id(layer.lambdas)] == 1]
@@ -121,11 +124,13 @@ def trained_layers(
     groups = [layer for layer in found if layer in last], [layer for layer in found if layer not in last]
     if not groups[1] or sum(p.numel() for layer in groups[0] for p in layer.canonical_parameters()) < EARLY_FROM:
         groups = [], found
-    return [
-        TrainedLayers(group, FusedTrainStep([layer.canonical_parameters() for layer in group], dtype, rule))
-        for group in groups
-        if group
-    ]
+    free = any(layer.renormalizer is None for layer in found)  # then no layer may be renormalised
+
+    def trained(group: list[CPLayer]) -> TrainedLayers:
+        terms = [layer.canonical_parameters() for layer in group]
+        return TrainedLayers(group, FusedTrainStep(terms, dtype, rule, free=free))
+
+    return [trained(group) for group in groups if group]
 
 
 def halves(model: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -180,6 +185,21 @@ def _gradients(layer: CPLayer) -> list[Tensor]:
     return [gradient for gradient in found if gradient is not None]
 
 
+def _trains_sigma_alone(layer: CPLayer) -> bool:
+    frozen = not any(parameter.requires_grad for parameter in (layer.lambdas, *layer.factors))
+    return frozen and layer.sigma.requires_grad
+
+
+@torch.no_grad()
+def _without_sigma(layer: CPLayer) -> Tensor:
+    sigma = layer.sigma.clone()
+    layer.sigma.fill_(1.0)
+    try:
+        return layer.weight.clone()
+    finally:
+        layer.sigma.copy_(sigma)
+
+
 class PrebuiltWeights:
     """Build weights by ``hold()`` before the forward pass, and finish by ``backward()`` after the loss's own.
 
@@ -195,6 +215,8 @@ class PrebuiltWeights:
         self.others = [layer for layer, path in paths.items() if path == "rebuild" and layer not in by_kernels]
         self.paths, self.precision, self.rebuild_one = dict(paths), precision, rebuild
         self.weights: list[Tensor] = []  # of the others
+        # Where sigma alone is trained, the rest of the weight is built once: it never changes.
+        self.constant = {layer: _without_sigma(layer) for layer in self.others if _trains_sigma_alone(layer)}
 
     @property
     def early(self) -> TrainedLayers | None:
@@ -206,9 +228,15 @@ class PrebuiltWeights:
         """Give every layer its W, or its two sides."""
         for group in self.trained:
             group.hold(self.paths)
-        self.weights += [self.rebuild_one(layer, self.precision) for layer in self.others]
+        self.weights += [self._rebuilt(layer) for layer in self.others]
         for layer, weight in zip(self.others, self.weights, strict=True):
             layer.use_prebuilt(weight.detach().requires_grad_())
+
+    def _rebuilt(self, layer: CPLayer) -> Tensor:
+        if layer in self.constant:
+            dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
+            return (layer.sigma * self.constant[layer]).to(dtype)
+        return self.rebuild_one(layer, self.precision)
 
     def backward(self, *, early_done: bool = False) -> None:
         """Train the terms by kernels, or compute their gradients, from the gradients of the weights."""
