@@ -17,6 +17,7 @@ from cpnorm.nn.layers import (
 from cpnorm.nn.convert import canonical_layers, canonical_norm, fold
 from cpnorm.nn.prebuilt import NetworkWeights, renormalize_terms
 from cpnorm.nn.training import equal_angles, lambda_penalty, renormalize, renormalize_after
+from cpnorm.gpu.fused_step import FusedTrainStep
 from cpnorm.nn.modes import flatten_modes
 from cpnorm.nn.ranks import ranks_for_budget
 from cpnorm.compress.truncation import truncate
@@ -57,6 +58,7 @@ __all__ = [
     "renormalize_after",
     "renormalize_terms",
     "NetworkWeights",
+    "FusedTrainStep",
     "fold",
     "equal_angles",
     "flatten_modes",

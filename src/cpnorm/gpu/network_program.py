@@ -12,25 +12,15 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from cpnorm.gpu import training_kernels
-from cpnorm.gpu.train_step import FusedTerms, Rule
+from cpnorm.gpu.fused_step import has_kernels
+from cpnorm.gpu.optimizer_rules import Rule
+from cpnorm.gpu.train_step import FusedTerms
 from cpnorm.gpu.training_kernels import BLOCK, TERMS
 from cpnorm.nn.canonical import CPLayer
-from cpnorm.nn.layers import CPConv2d, CPLinear
 
-LONGEST = 16  # rows of a kernel's factor: the kernels are unrolled over them
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 GATHER = (16, 128)  # rows and columns of a matrix that one program copies
 EAGER_CALLS = 2  # before a program is recorded as a CUDA graph: libraries choose their kernels meanwhile
-
-
-def has_kernels(layer: CPLayer) -> bool:
-    """Return True if the kernels know this kind of layer and its parameters."""
-    known = isinstance(layer, CPLinear) and len(layer.modes) == 2
-    known = known or (isinstance(layer, CPConv2d) and max(layer.kernel_size) <= LONGEST)
-    return known and all(
-        p.dtype == torch.float32 and p.is_contiguous() and (p.ndim == 0 or p.data_ptr() % 16 == 0)
-        for p in layer.canonical_parameters()
-    )
 
 
 class KernelProgram:

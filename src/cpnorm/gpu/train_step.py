@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cpnorm.gpu import renormalize_kernel, training_kernels
+from cpnorm.gpu.optimizer_rules import Rule
 from cpnorm.gpu.renormalize_kernel import MIDDLE, RENORMALIZE_WARPS, SHORT, TALL
 from cpnorm.gpu.training_kernels import BLOCK, RENEW, TERMS
 
@@ -37,25 +37,6 @@ class Renormalizer:
         renormalize_kernel.renormalize[(len(self.table),)](
             self.table, *SHORT, *MIDDLE, *TALL, num_warps=RENORMALIZE_WARPS
         )
-
-
-@dataclass(frozen=True)
-class Rule:
-    """An optimizer's rule: how a gradient moves a parameter, and which state is kept.
-
-    ``slots`` finds, for a parameter, the mean of its gradients and that of their squares (None where the rule keeps
-    none), its learning rate and its number of steps (None unless ``corrected``): float32, to stay where they are.
-    """
-
-    slots: Callable[[Tensor], tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]]
-    decay: float = 0.0
-    decoupled: bool = False  # the decay moves the parameter itself, not the gradient
-    beta1: float = 0.0  # how much of the mean of gradients stays; 0: there is none
-    rest1: float = 1.0  # how much of a new gradient is added
-    beta2: float | None = None  # how much of the mean of their squares stays; None: there is none
-    eps: float = 0.0
-    corrected: bool = False  # the means start from 0, and the rule makes up for it
-    gradients_only: bool = False  # no step: the first of the slots takes the gradient
 
 
 class FusedTerms:
@@ -172,8 +153,8 @@ class FusedTerms:
         )
 
 
-class FusedTrainStep(FusedTerms):
-    """Steps of an optimizer on ``FusedTerms``, renormalisation included; free columns are never renormalised."""
+class FusedUpdate(FusedTerms):
+    """Take steps of an optimizer on ``FusedTerms``, and renormalise columns unless they are free."""
 
     def weight(self, index: int) -> Tensor:
         """Return W (O, I, k1, k2) in channels-last layout, or (O, I), from ``sides``."""

@@ -12,7 +12,6 @@ import cpnorm
 from cpnorm.lab.training.prebuilt import (
     PrebuiltWeights,
     halves,
-    has_kernel,
     rebuilt_weight,
     trained_layers,
     training_paths,
@@ -67,11 +66,11 @@ def test_which_layers_kernels_train() -> None:
     model = network().cuda()
     layers = list(cpnorm.canonical_layers(model).values())
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1).cuda(), fused=True)
-    assert [has_kernel(layer) for layer in layers] == [True, False, True]
-    for free in (True, False):
+    assert [cpnorm.FusedTrainStep.supports(layer) for layer in layers] == [True, False, True]
+    for renormalize in (False, True):
         (group,) = trained_layers(model, optimizer, "fp32")
         assert group.layers == [layers[0], layers[2]]
-        assert group.terms.free == free
+        assert group.renormalize == renormalize
         cpnorm.renormalize_after(optimizer, model)
     layers[0].sigma.requires_grad_(False)
     model.append(copy.deepcopy(layers[2]))

@@ -27,7 +27,6 @@ from cpnorm.lab.training.forward import (
 )
 from cpnorm.lab.training.prebuilt import (
     PrebuiltWeights,
-    TrainedLayers,
     compiled_rebuild,
     halves,
     rebuilt_weight,
@@ -86,7 +85,7 @@ class Step:
         self.random = torch.Generator(self.device)  # a run's own, whatever others do meanwhile
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.captures = compile and self.on_gpu and world == 1
-        self.kernels: list[TrainedLayers] | None = None  # not asked for yet
+        self.kernels: list[cpnorm.FusedTrainStep] | None = None  # not asked for yet
         self.prebuilt: PrebuiltWeights | None = None  # while a captured step is recorded
         self.test_prebuilt: PrebuiltWeights | None = None  # as it was recorded
         self.test_compiled = False
@@ -120,7 +119,7 @@ class Step:
     def _take_notice(self) -> None:
         """Update what the next step starts from, after something other than a step changed the parameters."""
         for group in self.kernels or ():
-            group.terms.multiply()
+            group.refresh()
         if self.network:
             self.network.trust_columns()
 
@@ -185,13 +184,13 @@ class Step:
         early = self.prebuilt.early if self.prebuilt else None
         assert early
         if self._beside is None:
-            early.train()
+            early.step()
             yield
             return
         here = torch.cuda.current_stream()
         self._beside.wait_stream(here)
         with torch.cuda.stream(self._beside):
-            early.train()
+            early.step()
         yield
         here.wait_stream(self._beside)
 
@@ -292,7 +291,7 @@ class Step:
                 self._take_notice()
         self.captures = False
 
-    def _trained(self, *, early: bool) -> list[TrainedLayers]:
+    def _trained(self, *, early: bool) -> list[cpnorm.FusedTrainStep]:
         """Return the layers that kernels train; found once and shared by the graphs of all batch sizes."""
         if self.kernels is None:
             self.kernels = []

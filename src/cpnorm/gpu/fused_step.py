@@ -1,0 +1,143 @@
+"""Train canonical layers by kernels, straight from the gradients of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from cpnorm.gpu.fused_launch import has_triton, kernels_supported
+from cpnorm.gpu.optimizer_rules import optimizer_rule
+from cpnorm.nn.canonical import CPLayer
+from cpnorm.nn.layers import CPConv2d, CPLinear
+
+LONGEST = 16  # rows of a convolution kernel's factors: the GPU kernels are unrolled over them
+ROUNDING = 1e-3  # columns whose norm differs from 1 by less count as unit
+
+
+def has_kernels(layer: CPLayer) -> bool:
+    """Return True if the training kernels know this kind of layer and the memory of its parameters."""
+    known = isinstance(layer, CPLinear) and len(layer.modes) == 2
+    known = known or (isinstance(layer, CPConv2d) and max(layer.kernel_size) <= LONGEST)
+    return known and all(
+        p.dtype == torch.float32 and p.is_contiguous() and (p.ndim == 0 or p.data_ptr() % 16 == 0)
+        for p in layer.canonical_parameters()
+    )
+
+
+class FusedTrainStep:
+    """Build the weights of canonical layers, and train their terms, in a few kernel launches for all of them.
+
+    ``renormalize_after`` serves any training loop. Use this class instead where an optimizer step follows each backward
+    pass and speed matters most, for example in a step that is captured as a CUDA graph. Kernels go from the gradients
+    of the weights to trained unit vectors and the matrices of the next step, and never store the gradient of a term.
+    They take the optimizer's step themselves, with its own state, so that it can be saved, loaded and continued.
+
+    Around each forward and backward pass of the model, call ``build()`` and ``step()``. The optimizer's own step then
+    trains all other parameters; those of these layers have no gradient. Nothing else may change the terms in between,
+    unless ``refresh()`` is called afterwards.
+
+    Args:
+        layers: layers that this class ``supports``. Layers that are tied to others, or called more than once in a
+            forward pass, have several gradients and must be left out.
+        optimizer: an SGD, RMSprop, Adam or AdamW that holds the terms of the layers, with the same settings in all
+            groups but for learning rates. In a CUDA graph a learning rate can only change if it is a tensor.
+        dtype: the dtype of the weights, float32 or bfloat16.
+        renormalize: make all vectors unit vectors after each step; they must be so at the start (see
+            ``cpnorm.renormalize``). If False, vectors of any length are trained, and W is built from their directions.
+
+    Example::
+
+        model = cpnorm.renormalize(cpnorm.canonical_norm(model)).cuda()
+        layers = [y for y in cpnorm.canonical_layers(model).values() if cpnorm.FusedTrainStep.supports(y)]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        fused = cpnorm.FusedTrainStep(layers, optimizer)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            fused.build()
+            loss_function(model(inputs), targets).backward()
+            fused.step()
+            optimizer.step()
+        fused.release()
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[CPLayer],
+        optimizer: torch.optim.Optimizer,
+        dtype: torch.dtype = torch.float32,
+        *,
+        renormalize: bool = True,
+    ) -> None:
+        rule = optimizer_rule(optimizer)
+        if rule is None:
+            raise ValueError(
+                "optimizer: expected an SGD, RMSprop, Adam or AdamW without nesterov, dampening, maximize, amsgrad or "
+                f"centered, and with equal settings in all groups, got {optimizer}"
+            )
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"dtype: expected torch.float32 or torch.bfloat16, got {dtype}")
+        if not layers:
+            raise ValueError("layers: expected at least one layer, got none")
+        for layer in layers:
+            if not self.supports(layer):
+                raise ValueError(f"layers: expected layers that FusedTrainStep.supports, got {layer}")
+            if renormalize and not all(_is_unit(factor) for factor in layer.factors):
+                raise ValueError(f"layers: expected unit columns, got others in {layer}: call cpnorm.renormalize first")
+        from cpnorm.gpu.train_step import FusedUpdate
+
+        self.layers, self.renormalize = list(layers), renormalize
+        terms = [layer.canonical_parameters() for layer in layers]
+        self._update = FusedUpdate(terms, dtype, rule, free=not renormalize)
+        self.refresh()
+
+    @staticmethod
+    def supports(layer: CPLayer) -> bool:
+        """Return True if the kernels can train this layer.
+
+        That is a linear layer or 2-d convolution on a GPU with Triton, whose terms are trainable float32 parameters.
+        """
+        terms = layer.canonical_parameters()
+        trainable = all(kernels_supported(p.device) and p.requires_grad for p in terms)
+        return trainable and has_triton() and has_kernels(layer)
+
+    def refresh(self) -> None:
+        """Read the terms again, after something other than ``step`` has changed them."""
+        self._update.multiply()
+
+    def build(self, *, through_factors: Collection[CPLayer] = ()) -> None:
+        """Give every layer its weight for the next forward pass.
+
+        Linear layers in ``through_factors`` get two matrices instead, whose product is the weight. That takes less
+        time where the rank is low for the size of the batch.
+        """
+        for index, layer in enumerate(self.layers):
+            low_rank = isinstance(layer, CPLinear) and layer in through_factors
+            built = self._update.sides[index] if low_rank else (self._update.weight(index),)
+            layer.use_prebuilt(*(tensor.detach().requires_grad_() for tensor in built))
+
+    def step(self) -> None:
+        """Take the optimizer's step on all terms from the gradients of the weights, and renormalise."""
+        self._update.rule.copy_rates()
+        sides = []
+        for index, layer in enumerate(self.layers):
+            tensors = layer.prebuilt.tensors if layer.prebuilt is not None else ()
+            gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+            if not gradients:
+                raise RuntimeError(
+                    f"no gradient for the weight of {layer}: call build(), a forward and a backward pass"
+                )
+            first, *rest = gradients
+            sides.append((first, rest[0]) if rest else self._update.side_gradients(index, first))
+        self._update.train(sides)
+
+    def release(self) -> None:
+        """Let the layers build their weights by themselves again."""
+        for layer in self.layers:
+            layer.prebuilt = None
+
+
+@torch.no_grad()
+def _is_unit(factor: Tensor) -> bool:
+    return bool((torch.linalg.vector_norm(factor, dim=0) - 1).abs().amax() < ROUNDING)
