@@ -9,8 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import laws
 from cpnorm import canonical_norm
+from cpnorm.deploy.costs import form_cost
 from cpnorm.deploy.factorization import choose_forms, factorize
-from cpnorm.deploy.forms import chain, dense_form, form_cost, forms_of
+from cpnorm.deploy.forms import chain, dense_form, forms_of
 from laws import CASES, Case, close
 from small_network import image, network
 
@@ -38,13 +39,13 @@ def test_law_every_form(case: Case) -> None:
 @every_case
 def test_costs_are_those_of_torchs_own_counter(case: Case) -> None:
     layer, x = laws.canonical(case, rank=3, init="kaiming_normal"), case.input()
-    pairs = [(case.layer(), dense_form(layer))]
-    pairs += [(chain(layer, form), chain(layer, form, empty=True)) for form in forms_of(layer)]
-    for plain, empty in pairs:
+    pairs = [("dense", case.layer(), dense_form(layer))]
+    pairs += [(form, chain(layer, form), chain(layer, form, empty=True)) for form in forms_of(layer)]
+    for form, plain, empty in pairs:
         with FlopCounterMode(display=False) as counter:
             plain(x)
         assert all(p.is_meta for p in empty.parameters())
-        cost = form_cost(empty, [x.shape])
+        cost = form_cost(layer, form, [x.shape])
         weights = [p for name, p in plain.named_parameters() if name.endswith("weight")]
         assert cost.parameters == sum(p.numel() for p in weights)
         if case.name != "linear-1d":  # a matrix-vector product, which the counter does not know
@@ -75,6 +76,10 @@ def test_finer_modes() -> None:
                 close(chain(layer, form)(x), layer(x), 1e-12)
         assert ("unflatten" in forms_of(layer)) is (modes not in ((2, 3, 24), (6, 2, 2, 3, 2, 1)))
     layer = canonical_norm(nn.Linear(24, 6), 5, "kaiming_normal", modes={"": (6, 4, 3, 2)})
+    for form in ("low-rank", "unflatten", "aligned-unflatten"):
+        with FlopCounterMode(display=False) as counter:
+            chain(layer, form)(torch.randn(7, 24))
+        assert form_cost(layer, form, [(7, 24)]).flops == counter.get_total_flops()
     small = choose_forms(layer, torch.randn(7, 24), goal="parameters", measure=False)
     assert small.layers[""].form == "unflatten"
     assert small.layers[""].costs["unflatten"].parameters == 5 * (6 + 4 + 6)

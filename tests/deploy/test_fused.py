@@ -267,6 +267,25 @@ def test_residual_blocks(way: str) -> None:
     assert kinds(made).count("FusedEpilogue") == 2  # one addition is fused with the shortcut
 
 
+def test_a_stem_with_overlapping_pooling_is_fused_with_its_relu_only() -> None:
+    """The swap of a ReLU and the pooling after it is left out where the ReLU has become part of a block."""
+    stem = [conv(3, 16, 7, 2, 3, rank=6, bias=False), norm(16), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    model = line(*stem, Residual(16, 16, 1, "in place"))
+    made, forms = fused(model, image(), rewrites=True)
+    assert set(forms) == {"0", "4.conv1", "4.conv2"}
+    assert kinds(made).count("MaxPool2d") == 1
+    assert "ReLU" not in kinds(made)
+
+
+def test_one_relu_called_in_several_places_is_fused_in_each() -> None:
+    model = residual_network()
+    for block in (module for module in model.modules() if isinstance(module, Residual)):
+        block.act2 = block.act1
+    made, _ = fused(model, image(), rewrites=True)
+    assert "ReLU" not in kinds(made)
+    assert kinds(made).count("FusedInput") == 3
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("widest", [0, 8, 256])
 def test_residual_networks_by_kernels(way: str, widest: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from cpnorm.deploy.forms import ALIGNED, FormCost, chain, dense_form, form_cost, forms_of
+from cpnorm.deploy.costs import FormCost, form_cost
+from cpnorm.deploy.forms import ALIGNED, chain, forms_of
 from cpnorm.deploy.rewrite import LAYOUTS, has_layouts, with_layout
 from cpnorm.deploy.timing import fastest
 from cpnorm.deploy.tracing import Call, Trace
@@ -22,7 +24,8 @@ Goal = Literal["time", "parameters"]
 NOISE = 1.05  # times within this factor count as equal: the candidate with fewer parameters is taken
 HOPELESS = 2.0  # a chain modelled at more than this multiple of the cheapest is not timed
 MOST_TIMED = 4  # chains of a layer, the cheapest by the model
-LAYER_SECONDS = {"cpu": 0.5, "cuda": 0.15}  # spent on the rounds of one layer, at most
+LAYER_SECONDS = {"cpu": 0.5, "cuda": 0.05}  # spent on the rounds of one layer, at most
+PATIENCE = {"cpu": 60.0, "cuda": 2.0}  # seconds after which only the cheapest chain by the model is timed
 
 
 @dataclass(frozen=True)
@@ -55,12 +58,15 @@ def choose_layers(
     """Return the form of each layer; layers with the same settings, rank and calls are compared once."""
     compared: dict[Hashable, LayerForm] = {}
     chosen: dict[str, LayerForm] = {}
+    patient_until = time.monotonic() + PATIENCE["cuda" if trace.device.type == "cuda" else "cpu"]
     for name, layer in layers.items():
         calls = trace.calls[name]
         key = (type(layer), layer.extra_repr(), layer.modes, layer.lambdas.dtype, *calls, asked.get(name))
         if key not in compared:
-            dense = trace.dense.get_submodule(name)
-            compared[key] = _choose(layer, dense, calls, asked.get(name), measure, goal, channels_last, cuda_graph)
+            dense, most = trace.dense.get_submodule(name), MOST_TIMED if time.monotonic() < patient_until else 1
+            compared[key] = _choose(
+                layer, dense, calls, asked.get(name), measure, goal, channels_last, cuda_graph, most
+            )
         chosen[name] = compared[key]
     return chosen
 
@@ -74,6 +80,7 @@ def _choose(
     goal: Goal,
     channels_last: bool,
     cuda_graph: bool,
+    most: int,
 ) -> LayerForm:
     obstacle = next((call.obstacle for call in calls if call.obstacle), "")
     obstacle = obstacle if calls else "not called on the example input"
@@ -81,8 +88,7 @@ def _choose(
     device, shapes = "cuda" if layer.lambdas.is_cuda else "cpu", [call.shape for call in calls]
     if asked is None:  # what aligned forms gain on a GPU is not modelled
         names = [form for form in names if not form.startswith(ALIGNED)]
-    costs = {"dense": form_cost(dense_form(layer), shapes, device)}
-    costs |= {form: form_cost(chain(layer, form, empty=True), shapes, device) for form in names}
+    costs = {form: form_cost(layer, form, shapes, device) for form in ("dense", *names)}
     pick = partial(LayerForm, rank=layer.rank, costs=costs, seconds={})
     if asked is not None:
         return pick(asked, "asked for")
@@ -92,12 +98,12 @@ def _choose(
         return pick(min(costs, key=lambda form: (costs[form].parameters, costs[form].total)), "fewest parameters")
     if not measure:
         return pick(min(costs, key=lambda form: costs[form].total), "lowest modelled cost")
-    timed = _worth_timing(costs)
+    timed = _worth_timing(costs)[:most]
     if not timed:
         return pick("dense", "no chain needs fewer FLOPs")
     if device == "cuda":
-        aligned = [f"{ALIGNED}{form}" for form in timed if f"{ALIGNED}{form}" in forms_of(layer)][: MOST_TIMED // 2]
-        costs |= {form: form_cost(chain(layer, form, empty=True), shapes, device) for form in aligned}
+        aligned = [f"{ALIGNED}{form}" for form in timed if f"{ALIGNED}{form}" in forms_of(layer)][: -(-most // 2)]
+        costs |= {form: form_cost(layer, form, shapes, device) for form in aligned}
         timed += aligned
 
     last = channels_last and has_layouts(dense)
@@ -124,7 +130,7 @@ def _choose(
 def _worth_timing(costs: Mapping[str, FormCost]) -> list[str]:
     """Return the chains with fewer FLOPs than dense that the model of the costs calls promising, cheapest first."""
     lighter = sorted((form for form in costs if costs[form].flops < costs["dense"].flops), key=lambda f: costs[f].total)
-    return [form for form in lighter if costs[form].total <= HOPELESS * costs[lighter[0]].total][:MOST_TIMED]
+    return [form for form in lighter if costs[form].total <= HOPELESS * costs[lighter[0]].total]
 
 
 def _run_all(layer: nn.Module, inputs: Iterable[Tensor]) -> None:

@@ -18,8 +18,9 @@ from torch import nn
 
 from cpnorm._checks import Inputs, check_type, renamed
 from cpnorm.deploy.candidates import NOISE, Goal, LayerForm, choose_layers, smallest_of_fastest
+from cpnorm.deploy.costs import FormCost, form_cost
 from cpnorm.deploy.equivalence import compare, runs_channels_last
-from cpnorm.deploy.forms import FormCost, chain, form_cost, forms_of
+from cpnorm.deploy.forms import forms_of
 from cpnorm.deploy.fused import FUSED, FUSED_FORMS, fused_copy, kernels_match_torch
 from cpnorm.deploy.rewrite import NO_REWRITES, Rewrites, find_rewrites, halves_maps, plain_copy
 from cpnorm.deploy.timing import fastest
@@ -184,8 +185,8 @@ class Factorization:
             pick, layer = self.layers[name], canonical[name]
             cost = pick.costs["dense"]
             if form == FUSED:  # the FLOPs and parameters of the first chain
-                plain, shapes = chain(layer, forms_of(layer)[0], empty=True), [c.shape for c in traced.calls[name]]
-                cost = form_cost(plain, shapes, "cuda" if layer.lambdas.is_cuda else "cpu")
+                shapes = [call.shape for call in traced.calls[name]]
+                cost = form_cost(layer, forms_of(layer)[0], shapes, "cuda" if layer.lambdas.is_cuda else "cpu")
             costs = pick.costs | {form: cost}
             layers[name] = replace(pick, form=form, reason="fused with its neighbours", costs=costs, seconds={})
         return layers
@@ -283,7 +284,7 @@ def _choose(
         if goal == "time" and not asked:
             named["dense"] = first._all_dense("the model as a whole is faster dense")
             named["unchanged"] = replace(named["dense"], channels_last=False, rewrites=NO_REWRITES)
-        if layout:
+        if layout and not (on_gpu and traced.dtype.itemsize < 4):  # tensor cores want channels last
             named |= {f"{k}, contiguous": replace(c, channels_last=False) for k, c in named.items() if c.channels_last}
         if on_gpu and any(isinstance(m, nn.MaxPool2d) and halves_maps(m) for m in model.modules()):
             named |= {f"{k}, sliced pools": replace(c, sliced_pools=True) for k, c in named.items() if c.channels_last}

@@ -1,4 +1,4 @@
-"""Build the forms of a canonical layer, which are short chains of plain layers, and model what each costs.
+"""Build the forms of a canonical layer, which are short chains of plain layers.
 
 A term of W maps the input channels to one number, filters it along the axes of the kernel, and maps it to the output
 channels. A chain splits that into steps: the first reads the input channels, the last writes the output channels, and
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from operator import add, floordiv, getitem
 from typing import Any, cast
 
@@ -26,11 +25,6 @@ from cpnorm.nn.planner import linear_modes
 
 CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 CONV_TRANSPOSE = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
-# Costs of moving a byte and of launching a kernel, in matrix-product FLOPs. Fitted on a CPU to 105 layers, ranks and
-# batch sizes: the form modelled as cheapest takes 4 % longer than the fastest on average, 58 % at worst.
-FLOPS_PER_BYTE = {"cpu": 12.0, "cuda": 120.0}
-FLOPS_PER_CALL = {"cpu": 5e6, "cuda": 5e8}
 
 Steps = tuple[tuple[int, ...], ...]  # the axes of the kernel that each step takes
 LINEAR = "linear-"  # forms whose first step is a linear layer
@@ -53,13 +47,14 @@ def forms_of(layer: CPLayer) -> list[str]:
     - "aligned-depthwise" and others with this prefix have zero terms added up to a multiple of 8, and end with a linear
       layer over the channels, which adds the bias in the same kernel.
     """
-    found = list(_conv_steps(cast(_ConvNd, layer))) if not isinstance(layer, nn.Linear) else ["low-rank"]
+    found = list(conv_steps(cast(_ConvNd, layer))) if not isinstance(layer, nn.Linear) else ["low-rank"]
     if isinstance(layer, nn.Linear) and 2 <= len(linear_modes(layer)[1]) <= 4:
         found.append("unflatten")
     return [*found, *(f"{ALIGNED}{form}" for form in found if not form.startswith(LINEAR))]
 
 
-def _conv_steps(conv: _ConvNd) -> dict[str, Steps]:
+def conv_steps(conv: _ConvNd) -> dict[str, Steps]:
+    """Return the axes of the kernel that each step of each chain of a convolution takes."""
     axes = tuple(axis for axis in range(len(conv.kernel_size)) if _moves(conv, axis))
     found: dict[str, Steps] = {"low-rank": (axes, ())}
     if math.prod(conv.kernel_size) > 1:
@@ -104,7 +99,7 @@ def chain(layer: CPLayer, form: str, *, empty: bool = False) -> nn.Module:
     if isinstance(layer, nn.Linear):
         plain = _linear_chain(layer, base, scales, factors)
     else:
-        steps = _conv_steps(cast(_ConvNd, layer))[base]
+        steps = conv_steps(cast(_ConvNd, layer))[base]
         layers = _conv_chain(cast(_ConvNd, layer), steps, scales, factors)
         if form.startswith(LINEAR):
             layers["into"] = _over_channels(cast(_ConvNd, layers["into"]))
@@ -129,7 +124,7 @@ def dense_form(layer: nn.Module) -> nn.Module:
 def _linear_chain(layer: nn.Linear, form: str, scales: Tensor, factors: Sequence[Tensor]) -> nn.Module:
     outputs, inputs = linear_modes(layer)
     out, into = factors[: len(outputs)], factors[len(outputs) :]
-    first, last = split_scale(scales)
+    first, last = (scales, scales) if scales.is_meta else split_scale(scales)
     rank, space = len(scales), inputs[1:]
     last_step = _plain(nn.Linear(rank, layer.out_features, device="meta"), khatri_rao(out) * last, layer.bias)
     if form == "low-rank":
@@ -172,7 +167,7 @@ def _conv_chain(conv: _ConvNd, steps: Steps, scales: Tensor, factors: Sequence[T
     for axis, kernel in enumerate(kernels):
         if not any(axis in step for step in steps):
             scales = scales * kernel[0]
-    first, last = split_scale(scales)
+    first, last = (scales, scales) if scales.is_meta else split_scale(scales)
     # Groups share the input vectors of a convolution, and the output vectors of a transposed one.
     into = (into * first).reshape(-1, conv.in_channels // groups, len(scales)).expand(groups, -1, -1)  # (g, I / g, R)
     out = (out * last).repeat(groups if conv.transposed else 1, 1)  # (O, R)
@@ -243,40 +238,3 @@ def _plain(layer: nn.Module, weight: Tensor, bias: Tensor | None = None) -> nn.M
     layer.weight = nn.Parameter(weight.contiguous())
     layer.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
     return layer
-
-
-# --- costs --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class FormCost:
-    """Parameters, FLOPs, and their sum with memory traffic and calls, all in matrix-product FLOPs, of one pass."""
-
-    parameters: int  # of the weights: biases are not counted, as in ``cpnorm.summary``
-    flops: int
-    total: float
-
-
-def form_cost(layer: nn.Module, shapes: Iterable[Sequence[int]], device: str = "cpu") -> FormCost:
-    """Model the cost of a layer or chain on the meta device, called once on each of these input shapes."""
-    flops, total = 0, 0.0
-
-    def count(step: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
-        nonlocal flops, total
-        weight = cast(Tensor, step.weight)
-        positions = inputs[0] if isinstance(step, CONV_TRANSPOSE) else output
-        work = 2 * weight.numel() * positions.numel() // weight.shape[0]
-        moved = weight.element_size() * (weight.numel() + inputs[0].numel() + output.numel())
-        flops += work
-        total += work + moved * FLOPS_PER_BYTE[device] + FLOPS_PER_CALL[device]
-
-    steps = [step for step in layer.modules() if "weight" in step._parameters]
-    handles = [step.register_forward_hook(count) for step in steps]
-    dtype = next(p.dtype for p in layer.parameters())
-    try:
-        for shape in shapes:
-            layer(torch.empty(tuple(shape), dtype=dtype, device="meta"))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return FormCost(sum(cast(Tensor, step.weight).numel() for step in steps), flops, total)

@@ -57,6 +57,7 @@ def fused_copy(
     fused: dict[str, str] = {}
     for one in fusing:
         fused |= one.fuse_blocks(widest)
+    rewrites = rewrites.without_swaps_of(set().union(*(one.erased for one in fusing)))
     made = make_plain(made, forms, channels_last, rewrites)
     for one in fusing:
         one.fuse_epilogues()
@@ -109,6 +110,7 @@ class _Fusing:
         self.graph: Graph = copy.deepcopy(part.graph)
         self.graph._tracer_cls = None  # it would be pickled with the model
         self.changed = False
+        self.erased: set[str] = set()  # names of modules that fused blocks have taken over
         self.held = list(model.modules())  # so that no other module gets the id of one that is replaced
         self.places = count_places(model)
         self.tied = Counter(tie_key(module) for module in model.modules() if isinstance(module, CPLayer))
@@ -227,6 +229,9 @@ class _Fusing:
             pool = type(module) is nn.MaxPool2d and halves_maps(module)
             norm = type(module) is nn.BatchNorm2d and is_fixed_norm(module)
             return "relu" if type(module) is nn.ReLU else "pool" if pool else "norm" if norm else "idle" if idle else ""
+        if node.op == "call_module" and len(node.args) == 1:  # one ReLU may be called in several places
+            called = self.root.get_submodule(cast(str, node.target))
+            return "relu" if type(called) is nn.ReLU and not has_hooks(called) else ""
         if node.op not in ("call_function", "call_method"):
             return ""
         if node.target in RELUS:
@@ -260,6 +265,7 @@ class _Fusing:
         with self.graph.inserting_after(tail.last):  # where a residual is there
             made = self.graph.call_module(name, (source,) if tail.residual is None else (source, tail.residual))
         tail.last.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+        self.erased |= {f"{self.name}.{node.target}".lstrip(".") for node in nodes if node.op == "call_module"}
         for node in reversed(nodes):
             self.graph.erase_node(node)
         while isinstance(unused, Node) and not unused.users and unused.op != "placeholder":  # maps that were flattened

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from operator import add, getitem, iadd
 from typing import Any, cast
 
@@ -37,6 +37,12 @@ class Rewrites:
 
     def __bool__(self) -> bool:
         return bool(self.norms or self.swaps or self.in_place or self.dropouts)
+
+    def without_swaps_of(self, names: Collection[str]) -> Rewrites:
+        """Leave out swaps with modules that are not called any more."""
+        gone = {pool for relu, pool in self.swaps if relu in names or pool in names}
+        swaps = tuple(pair for pair in self.swaps if pair[1] not in gone)
+        return replace(self, swaps=swaps, in_place=tuple(name for name in self.in_place if name not in gone))
 
     def apply(self, model: nn.Module) -> None:
         """Change the modules of a plain model in place."""

@@ -68,6 +68,11 @@ class Trace:
         """Return the device of the model."""
         return next(self.dense.parameters()).device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the model's first parameter."""
+        return next(self.dense.parameters()).dtype
+
 
 def trace(model: nn.Module, example_input: Inputs) -> Trace:
     """Fold a copy of the model, run it once on the example input, and trace its graphs."""
