@@ -268,13 +268,11 @@ def test_residual_blocks(way: str) -> None:
 
 
 def test_a_stem_with_overlapping_pooling_is_fused_with_its_relu_only() -> None:
-    """The swap of a ReLU and the pooling after it is left out where the ReLU has become part of a block."""
     stem = [conv(3, 16, 7, 2, 3, rank=6, bias=False), norm(16), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
     model = line(*stem, Residual(16, 16, 1, "in place"))
     made, forms = fused(model, image(), rewrites=True)
     assert set(forms) == {"0", "4.conv1", "4.conv2"}
-    assert kinds(made).count("MaxPool2d") == 1
-    assert "ReLU" not in kinds(made)
+    assert (kinds(made).count("MaxPool2d"), kinds(made).count("ReLU")) == (1, 0)
 
 
 def test_one_relu_called_in_several_places_is_fused_in_each() -> None:
@@ -282,8 +280,7 @@ def test_one_relu_called_in_several_places_is_fused_in_each() -> None:
     for block in (module for module in model.modules() if isinstance(module, Residual)):
         block.act2 = block.act1
     made, _ = fused(model, image(), rewrites=True)
-    assert "ReLU" not in kinds(made)
-    assert kinds(made).count("FusedInput") == 3
+    assert (kinds(made).count("FusedInput"), kinds(made).count("ReLU")) == (3, 0)
 
 
 @pytest.mark.parametrize("way", WAYS)
