@@ -1,9 +1,9 @@
 """Claim: a residual network at a tenth of its parameters runs at least twice as fast, by the clock, as the dense one.
 
-ResNet-18 for 224 x 224 images (or another --network of timm or pytorchcv), in canonical form at --share of its
-parameters, in the forms that cpnorm.factorize picks. Ranks are the same share of the exact rank in every layer, as the
-paper cuts ("uniform"), and those of cpnorm.ranks_for_budget, which leaves early layers, with most of the FLOPs and few
-parameters, nearly whole ("budget"):
+ResNet-18 for 224 x 224 images (or another network of timm or pytorchcv) and for 32 x 32 images (cpnorm.lab's), in
+canonical form at --share of its parameters, in the forms that cpnorm.factorize picks. Ranks are the same share of the
+exact rank in every layer, as the paper cuts ("uniform"), and those of cpnorm.ranks_for_budget, which leaves early
+layers, with most of the FLOPs and few parameters, nearly whole ("budget"):
 1. CPU, 2 threads, batch 1 and 32: at least 2.5 times as fast as dense.
 2. GPU, bfloat16, batch 128, both as CUDA graphs: at least twice as fast as dense.
 3. Choosing the forms takes at most 5 seconds on a GPU.
@@ -12,8 +12,12 @@ Weights are random, which changes nothing about speed. "dense" is the network as
 the same with batch norms folded and channels last, which factorize does too. Competitors take turns, and a ratio is the
 median over the turns. On a GPU "factorize" may use cpnorm's kernels (kernels=True); "plain forms" runs without cpnorm.
 
-    python benchmarks/any_network_inference.py [--network resnet18] [--share 0.1] [--batch 1 32]
-    python benchmarks/any_network_inference.py --device cuda            # eager and as CUDA graphs, batch 1 and 128
+    export OMP_PROC_BIND=true MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296
+    python benchmarks/any_network_inference.py [--sizes 224 32] [--share 0.1] [--batch 1 32]
+    python benchmarks/any_network_inference.py --device cuda            # as CUDA graphs and eager, batch 128 and 1
+
+There is one file of results for each size of images, written after each row; --time-limit ends the command after the
+row in which it is reached.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import argparse
 import copy
 import importlib
 import importlib.util
+import itertools
 import math
 import time
 import warnings
@@ -33,14 +38,18 @@ from torch import nn
 
 import timing
 from cpnorm import canonical_norm, choose_forms, fold, ranks_for_budget, summary
+from cpnorm.lab.training.models import build as build_for_small_images
 
 TARGETS = {"cpu": 2.5, "cuda": 2.0}
 LONGEST_CHOICE = 5.0  # seconds, on a GPU
+SMALLEST = 64  # images of fewer pixels have a stem that does not shrink them
 TURN_SECONDS = {"cpu": 0.3, "cuda": 0.04}
 
 
-def built(name: str) -> nn.Module:
-    """Return the network from timm, or from pytorchcv where timm is not installed."""
+def built(name: str, size: int) -> nn.Module:
+    """Return the network from timm, or from pytorchcv where timm is not installed; for small images cpnorm.lab's."""
+    if size < SMALLEST:
+        return build_for_small_images(name, 3, 10, size).eval()
     if importlib.util.find_spec("timm"):
         return importlib.import_module("timm").create_model(name).eval()
     return importlib.import_module("pytorchcv.model_provider").get_model(name).eval()
@@ -66,13 +75,13 @@ def ranks_of(model: nn.Module, kind: str, share: float) -> dict[str, int]:
     return {layer.name: max(1, round(low * layer.exact_rank)) for layer in described.layers}
 
 
-def measure(batch: int, way: str, kind: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure(size: int, batch: int, way: str, kind: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return a row of one batch size, run eagerly or as CUDA graphs."""
     torch.manual_seed(0)
-    plain, dtype, as_graph = built(args.network), getattr(torch, args.dtype), way == "CUDA graph"
+    plain, dtype, as_graph = built(args.network, size), getattr(torch, args.dtype), way == "CUDA graph"
     ranks = ranks_of(plain, kind, args.share)
     canonical = canonical_norm(copy.deepcopy(plain), ranks, "kaiming_normal").to(args.device, dtype).eval()
-    x = torch.randn(batch, 3, args.size, args.size, device=args.device, dtype=dtype)
+    x = torch.randn(batch, 3, size, size, device=args.device, dtype=dtype)
     dense = fold(copy.deepcopy(canonical))
     tuned = choose_forms(canonical, x, measure=False, forms=dict.fromkeys(ranks, "dense")).apply(canonical)
 
@@ -80,12 +89,13 @@ def measure(batch: int, way: str, kind: str, args: argparse.Namespace) -> dict[s
     choice = choose_forms(canonical, x, cuda_graph=as_graph)
     chosen_in = time.perf_counter() - start
     networks = {"dense": dense, "dense, tuned": tuned, "factorize": choice.apply(canonical)}
+    print(f"\n{way}, {size} x {size}, batch {batch}, ranks {kind}: forms chosen in {chosen_in:.1f} s", flush=True)
     if args.device == "cuda":
         start = time.perf_counter()
         choice = choice.with_kernels(canonical, x, cuda_graph=as_graph)
         kernels_in = time.perf_counter() - start
         networks["plain forms"], networks["factorize"] = networks["factorize"], choice.apply(canonical)
-    print(f"\n{way}, batch {batch}, ranks {kind}: forms chosen in {chosen_in:.1f} s\n{choice}", flush=True)
+    print(choice, flush=True)
 
     with torch.inference_mode():
         once = {
@@ -97,6 +107,7 @@ def measure(batch: int, way: str, kind: str, args: argparse.Namespace) -> dict[s
         runs = {name: lambda run=run: [run() for _ in range(calls)] for name, run in once.items()}
         seconds = timing.interleaved(runs, args.rounds)
     row = {
+        "images": f"{size} x {size}",
         "batch": batch,
         "ranks": kind,
         **{f"{name}, ms": timing.milliseconds(values, calls) for name, values in seconds.items()},
@@ -110,8 +121,22 @@ def measure(batch: int, way: str, kind: str, args: argparse.Namespace) -> dict[s
     if args.device == "cuda":
         row["kernels chosen in, s"] = kernels_in
     medians = {key: value["median"] if isinstance(value, dict) else value for key, value in row.items()}
-    print(way, {key: value if key == "ranks" else round(value, 2) for key, value in medians.items()}, flush=True)
+    print(way, {key: v if isinstance(v, str) else round(v, 2) for key, v in medians.items()}, flush=True)
     return row
+
+
+def claims(way: str, row: dict[str, Any], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return what a row says about the claims above."""
+    found, gpu = [], args.device == "cuda"
+    where = f"{args.network} for {row['images']} at {100 * args.share:g} % of its parameters"
+    where += f", {way}, batch {row['batch']}, ranks {row['ranks']}"
+    if not gpu or (way == "CUDA graph" and row["batch"] >= 128):
+        text = f"factorize, times as fast as dense, {where}"
+        found.append(timing.at_least(text, row["times as fast as dense"], TARGETS[args.device]))
+    if gpu:
+        seconds = row["forms chosen in, s"]
+        found.append(timing.at_most(f"seconds to choose forms, {where}", seconds, LONGEST_CHOICE, "s"))
+    return found
 
 
 def main() -> None:
@@ -119,30 +144,29 @@ def main() -> None:
     parser.add_argument("--network", default="resnet18")
     parser.add_argument("--share", type=float, default=0.1, help="of the dense network's parameters")
     parser.add_argument("--ranks", nargs="+", choices=["uniform", "budget"], default=["uniform", "budget"])
-    parser.add_argument("--size", type=int, default=224, help="of the images")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[224, 32], help="of the images")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="float32, on a GPU bfloat16")
-    parser.add_argument("--batch", type=int, nargs="+", help="1 and 32, on a GPU 1 and 128")
+    parser.add_argument("--batch", type=int, nargs="+", help="1 and 32, on a GPU 128 and 1")
+    parser.add_argument("--ways", nargs="+", choices=["CUDA graph", "eager"], default=["CUDA graph", "eager"])
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds")
     args = timing.start(parser)
     gpu = args.device == "cuda"
     args.dtype = args.dtype or ("bfloat16" if gpu else "float32")
     warnings.filterwarnings("ignore", "0 of .* layers gain")  # the tables say it
-    found, tables = [], {}
-    for way in ("CUDA graph", "eager") if gpu else ("CPU",):
-        batches = args.batch or ((1, 128) if gpu else (1, 32))
-        rows = [measure(batch, way, kind, args) for batch in batches for kind in args.ranks]
-        tables[f"{args.network}, {args.dtype}, {way}"] = rows
-        for row in rows:
-            where = f"{args.network} at {100 * args.share:g} % of its parameters"
-            where += f", {way}, batch {row['batch']}, ranks {row['ranks']}"
-            if not gpu or (way == "CUDA graph" and row["batch"] >= 128):
-                text = f"factorize, times as fast as dense, {where}"
-                found.append(timing.at_least(text, row["times as fast as dense"], TARGETS[args.device]))
-            if gpu:
-                found.append(
-                    timing.at_most(f"seconds to choose forms, {where}", row["forms chosen in, s"], LONGEST_CHOICE, "s")
-                )
-    title = f"Inference of residual networks, {args.network}"
-    timing.write("any_network_inference", args.device, title=title, claims=found, tables=tables)
+    ways, batches = args.ways if gpu else ("CPU",), args.batch or ((128, 1) if gpu else (1, 32))
+    started = time.perf_counter()
+    for size in args.sizes:
+        found: list[dict[str, Any]] = []
+        tables: dict[str, list[dict[str, Any]]] = {}
+        for way, batch, kind in itertools.product(ways, batches, args.ranks):
+            if time.perf_counter() - started > args.time_limit:
+                print(f"left out after {args.time_limit:g} s: {way}, {size} x {size}, batch {batch}, ranks {kind}")
+                continue
+            row = measure(size, batch, way, kind, args)
+            tables.setdefault(f"{args.network}, {args.dtype}, {way}", []).append(row)
+            found += claims(way, row, args)
+            title = f"Inference of residual networks, {args.network} for {size} x {size}"
+            timing.write("any_network_inference", f"{args.device}_{size}", title=title, claims=found, tables=tables)
 
 
 if __name__ == "__main__":
