@@ -9,6 +9,7 @@ Two commands train them, the choices on held-out training images first and the r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cpnorm.lab.paper.beyond import ALEXNET_LAYERS, LENET_LAYERS, cut_row
@@ -63,6 +64,17 @@ def _narrow(key: str, name: str, recipe: Config, widths: Sequence[int], **option
 def _paper(key: str, name: str, recipe: Config, ranks: Sequence[int], **changes: Any) -> Row:
     layers = ALEXNET_LAYERS if recipe.model == "alexnet" else LENET_LAYERS
     return Row(key, name, recipe.replace(rank=dict(zip(layers, ranks, strict=True)), **changes), None)
+
+
+def _dense(key: str, recipe: Config, width: float) -> Row:
+    """Return a row of the paper's network in dense form, made narrow."""
+    config = recipe.replace(norm="none", lambdas="decomposition", modes=False, width=width)
+    return Row(key, "dense and narrow, same recipe", config, None)
+
+
+def _pair(key: str) -> tuple[str, str]:
+    """Return the key of a row and that of its dense control."""
+    return key, f"{key}-dense"
 
 
 MNIST = CANONICAL.replace(data="mnist", augment="crop", batch_size=250, lr=0.005, warmup=1, epochs=40)
@@ -130,4 +142,55 @@ PILOT_ROWS = (
     _paper_trial("8k-fast", LENET.replace(epochs=12, validation=HELD_OUT), 6, 24, 18, 8, lr=0.008),
 )
 
-TABLES = (Table("records-pilot", "Small networks: choices on held-out training images", "", rows=PILOT_ROWS),)
+# --- the rows themselves ----------------------------------------------------------------------------------------------
+
+MNIST_ROWS = (
+    _paper("records-mnist/lenet-8k", "the paper's LeNet-like network", LENET, (6, 24, 18, 8)),
+    _dense("records-mnist/lenet-8k-dense", LENET, width=0.08),
+    _thin("records-mnist/5k", "small residual network", MNIST, (16, 24, 32), (8, 12, 16), stem=4),
+    _narrow("records-mnist/5k-dense", "small residual network, dense", MNIST, (5, 8, 13)),
+)
+CIFAR10_ROWS = (
+    _paper("records-cifar10/alexnet-70k", "the paper's AlexNet-like network", ALEXNET, (18, 28, 29, 24, 24, 4, 3, 6)),
+    _paper("records-cifar10/alexnet-50k", "the paper's AlexNet-like network", ALEXNET, (16, 19, 19, 16, 15, 4, 2, 6)),
+    _dense("records-cifar10/alexnet-70k-dense", ALEXNET, width=0.099),
+    _thin("records-cifar10/25k", "small residual network", CIFAR10, *BASE),
+    _narrow("records-cifar10/25k-dense", "small residual network, dense", CIFAR10, (11, 20, 28)),
+    _thin("records-cifar10/40k", "small residual network", CIFAR10, (32, 64, 128), (24, 40, 42)),
+    _narrow("records-cifar10/40k-dense", "small residual network, dense", CIFAR10, (14, 26, 36)),
+    _thin("records-cifar10/80k", "small residual network", CIFAR10, (64, 128, 192), (32, 50, 51)),
+    _narrow("records-cifar10/80k-dense", "small residual network, dense", CIFAR10, (20, 36, 52)),
+)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """An accuracy to reach with so many parameters, the row that tries, and its dense control."""
+
+    name: str
+    accuracy: float  # in percent, the mean of the last epochs of eight runs
+    parameters: int
+    row: str
+    control: str
+
+
+GOALS = (
+    Goal("the paper's LeNet-like network, MNIST: 99.21 % at 8 k", 99.21, 8_000, *_pair("records-mnist/lenet-8k")),
+    Goal("any network, MNIST: 99.4 % at 5 k", 99.4, 5_000, *_pair("records-mnist/5k")),
+    Goal(
+        "the paper's AlexNet-like network, CIFAR-10: 87.06 % at 70 k",
+        87.06,
+        70_000,
+        *_pair("records-cifar10/alexnet-70k"),
+    ),
+    Goal("the same at 50 k", 87.06, 50_000, "records-cifar10/alexnet-50k", "records-cifar10/alexnet-70k-dense"),
+    Goal("any network, CIFAR-10: 90 % at 25 k", 90.0, 25_000, *_pair("records-cifar10/25k")),
+    Goal("92 % at 40 k", 92.0, 40_000, *_pair("records-cifar10/40k")),
+    Goal("94.4 % at 80 k", 94.4, 80_000, *_pair("records-cifar10/80k")),
+)
+
+TABLES = (
+    Table("records-pilot", "Small networks: choices on held-out training images", "", rows=PILOT_ROWS),
+    Table("records-mnist", "Small networks, MNIST", "", rows=MNIST_ROWS),
+    Table("records-cifar10", "Small networks, CIFAR-10", "", rows=CIFAR10_ROWS),
+)

@@ -1,0 +1,252 @@
+"""Small networks: parameters against accuracy, beside dense networks of as many parameters and those of others.
+
+``python benchmarks/smallest.py`` makes the tables and the figure of docs/records.md again from results/records;
+``--measure`` first counts and times the committed networks on this machine, and scores them on the test set again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import cpnorm
+from cpnorm.lab.data.images import load, normalize
+from cpnorm.lab.paper import records as rows
+from cpnorm.lab.training.records import read_records
+from cpnorm.lab.training.run_networks import blank, trained_network
+from cpnorm.lab.training.runs import RunFolder, environment
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "results/records"
+PAGE, FIGURE = ROOT / "docs/records.md", ROOT / "docs/assets/records.svg"
+BEGIN, END = "<!-- {} -->", "<!-- /{} -->"  # what stands between them in the page is made
+Record = Mapping[str, Any]
+
+# Networks of others: data, name, parameters, accuracy in percent, and how it was reported.
+OTHERS: tuple[tuple[str, str, int, float, str], ...] = (
+    ("cifar10", "cifar10-tiniest", 97_530, 94.4, "mean of five runs, [repository](https://github.com/xvel/cifar10-tiniest)"),
+    ("cifar10", "118 k network", 118_258, 92.63, "public repository"),
+    ("cifar10", "ResNet-20", 269_722, 91.25, "[He et al. 2016](https://arxiv.org/abs/1512.03385), table 6"),
+    ("cifar10", "50 k network", 50_000, 86.3, "public repository Cifar10CNN-50K"),
+    ("cifar10", "the paper, plain", 6_976_842, 87.06, "mean of eight runs"),
+    ("cifar10", "the paper, canonical", 9_253_154, 88.32, "mean of eight runs, SGD"),
+    ("mnist", "course networks", 7_070, 99.4, "public repositories, best epochs, mostly single runs"),
+    ("mnist", "8,640 parameters", 8_640, 99.20, "public repository"),
+    (
+        "mnist",
+        "697 parameters",
+        697,
+        99.0,
+        "[repository](https://github.com/JoshWarn/Parameter-Efficient-MNIST), best of about 700 runs",
+    ),
+    ("mnist", "the paper, plain", 1_199_882, 99.21, "mean of eight runs"),
+)  # fmt: skip
+
+
+# --- what was trained -------------------------------------------------------------------------------------------------
+
+
+def read(folder: Path = RESULTS) -> dict[str, list[Record]]:
+    """Return the finished runs of each row, without the trials."""
+    found: dict[str, list[Record]] = defaultdict(list)
+    for path in sorted(folder.glob("records-*.jsonl")):
+        for _, record in read_records(path):
+            if record["table"] != "records-pilot" and not record["diverged"]:
+                found[record["row"]].append(record)
+    return dict(found)
+
+
+def folder_name(row: str) -> str:
+    """Return the name of the folder of a row's network.
+
+    >>> folder_name("records-mnist/5k")
+    'mnist-5k'
+    """
+    return row.removeprefix("records-").replace("/", "-")
+
+
+def accuracy(runs: Sequence[Record]) -> str:
+    """Return mean and sample standard deviation of the last epochs, and the number of runs."""
+    values = [run["test_accuracy_last"] for run in runs]
+    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.2f}{spread} ({len(values)})"
+
+
+def mean(runs: Sequence[Record]) -> float:
+    """Return the mean accuracy of the last epochs."""
+    return statistics.fmean(run["test_accuracy_last"] for run in runs)
+
+
+# --- what it costs ----------------------------------------------------------------------------------------------------
+
+
+def measure(folder: Path = RESULTS, data_dir: Path | None = None) -> dict[str, Any]:
+    """Return parameters, FLOPs, milliseconds and test accuracy of every committed network, measured on this machine."""
+    torch.set_num_threads(1)
+    found = {}
+    for path in sorted((folder / "networks").iterdir()):
+        run = RunFolder(path)
+        network, data = trained_network(run).eval(), load(run.config().data, data_dir)
+        example = normalize(blank(run.config().data).test_images, data.mean, data.std)
+        found[path.name] = costs(network, example) | {
+            "file_bytes": (run / "model.safetensors").stat().st_size,
+            "test_accuracy": score(network, normalize(data.test_images, data.mean, data.std), data.test_labels),
+        }
+        print(path.name, found[path.name], flush=True)
+    return {"environment": environment(), "networks": found}
+
+
+def costs(network: nn.Module, example: Tensor) -> dict[str, Any]:  # example: (1, C, H, W)
+    """Return what one image takes, with weights rebuilt as dense ones and with the terms one after the other."""
+    found: dict[str, Any] = {"parameters": sum(p.numel() for p in network.parameters())}
+    forms = {"dense": network}
+    if cpnorm.canonical_layers(network):
+        forms["dense"] = cpnorm.fold(copy.deepcopy(network))
+        forms["factorised"] = cpnorm.factorize(copy.deepcopy(network), example, goal="parameters")
+    for name, form in forms.items():
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            form(example)
+        found[f"flops_{name}"] = counter.get_total_flops()
+        found[f"ms_{name}"] = round(1000 * seconds(lambda form=form: form(example)), 3)  # type: ignore[misc]
+    return found
+
+
+@torch.no_grad()
+def seconds(run: Callable[[], Any], rounds: int = 30) -> float:
+    """Return the median time of a call."""
+    for _ in range(5):
+        run()
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+@torch.no_grad()
+def score(network: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Return the share of right answers in percent."""
+    right = sum(
+        (network(x).argmax(1) == y).sum().item() for x, y in zip(images.split(500), labels.split(500), strict=True)
+    )
+    return round(100 * right / len(labels), 2)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def goal_table(runs: Mapping[str, Sequence[Record]], measured: Mapping[str, Any]) -> str:
+    """Return a Markdown table of the goals, with what was reached."""
+    lines = [
+        "| goal | reached | parameters | row | dense, as many | MFLOP, factorised / dense | ms, factorised / dense |",
+        "|---|---|---:|---|---|---:|---:|",
+    ]
+    for goal in rows.GOALS:
+        here = runs.get(goal.row, [])
+        control = runs.get(goal.control, [])
+        cost = measured.get("networks", {}).get(folder_name(goal.row), {})
+        reached, count = "not run", "–"
+        if here:
+            met = mean(here) >= goal.accuracy and here[0]["weights"] <= goal.parameters
+            reached, count = f"{accuracy(here)}: {'**met**' if met else 'not met'}", f"{here[0]['weights']:,}"
+        dense = f"{accuracy(control)} at {control[0]['weights']:,}" if control else "–"
+        flops = " / ".join(f"{cost[k] / 1e6:.1f}" for k in ("flops_factorised", "flops_dense") if k in cost) or "–"
+        times = " / ".join(f"{cost[k]:.2f}" for k in ("ms_factorised", "ms_dense") if k in cost) or "–"
+        lines.append(f"| {goal.name} | {reached} | {count} | `{goal.row}` | {dense} | {flops} | {times} |")
+    return "\n".join(lines)
+
+
+def others_table() -> str:
+    """Return a Markdown table of the networks of others."""
+    lines = ["| data | network | parameters | accuracy, % | reported as |", "|---|---|---:|---:|---|"]
+    lines += [f"| {data} | {name} | {size:,} | {value:g} | {how} |" for data, name, size, value, how in OTHERS]
+    return "\n".join(lines)
+
+
+def pilot_table(folder: Path = RESULTS) -> str:
+    """Return a Markdown table of the trials, on held-out training images."""
+    lines = [
+        "| trial | parameters | epochs | held-out accuracy, % | training accuracy, % |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    path = folder / "records-pilot.jsonl"
+    for _, record in read_records(path) if path.exists() else ():
+        curve = record["curve"]
+        held_out, trained = curve["validation_accuracy"][-1], curve["train_accuracy"][-1]
+        key = record["row"].partition("/")[2]
+        lines.append(f"| `{key}` | {record['weights']:,} | {record['epochs']} | {held_out:.2f} | {trained:.2f} |")
+    return "\n".join(lines)
+
+
+def with_parts(text: str, parts: Mapping[str, str]) -> str:
+    """Return the page with each part between its two comments."""
+    for name, part in parts.items():
+        before, begin, rest = text.partition(BEGIN.format(name))
+        _, end, after = rest.partition(END.format(name))
+        if not (begin and end):
+            raise ValueError(f"expected the comments {BEGIN.format(name)} and {END.format(name)} in the page")
+        text = f"{before}{begin}\n{part}\n{end}{after}"
+    return text
+
+
+def draw(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
+    """Draw parameters against accuracy, one panel for each data set."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    grey = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#8a8f98")
+    style = {"svg.fonttype": "path", "svg.hashsalt": "cpnorm", "font.size": 9, "legend.frameon": False, **grey}
+    with pyplot.rc_context(style):
+        figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+        for axes, (data, title) in zip(panels, (("mnist", "MNIST"), ("cifar10", "CIFAR-10")), strict=True):
+            ours = [list(found) for found in runs.values() if found[0]["config"]["data"] == data]
+            for norm, colour, label in (("cp", "#d9731a", "canonical"), ("none", "#3b7dd8", "dense, same recipe")):
+                here = [found for found in ours if found[0]["config"]["norm"] == norm]
+                points = sorted((found[0]["weights"], mean(found)) for found in here)
+                if points:
+                    axes.plot(*zip(*points, strict=True), "o", color=colour, markersize=6, label=label)
+            others = [other for other in OTHERS if other[0] == data]
+            axes.plot([o[2] for o in others], [o[3] for o in others], "x", color="#8a8f98", label="others")
+            for _, name, size, value, _ in others:
+                axes.annotate(name, (size, value), xytext=(4, 4), textcoords="offset points", fontsize=7)
+            axes.set(xscale="log", xlabel="parameters", ylabel="test accuracy, %", title=title)
+            axes.legend(loc="lower right")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+        pyplot.close(figure)
+
+
+def main() -> None:
+    """Make the page again."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", action="store_true", help="count, time and score the committed networks first")
+    parser.add_argument(
+        "--data-dir", type=Path, help="folder of the data; default: $CPNORM_DATA, then the user's cache"
+    )
+    options = parser.parse_args()
+    costs_file = RESULTS / "costs.json"
+    if options.measure:
+        costs_file.write_text(json.dumps(measure(data_dir=options.data_dir), indent=1) + "\n")
+    measured = json.loads(costs_file.read_text()) if costs_file.exists() else {}
+    runs = read()
+    parts = {"goals": goal_table(runs, measured), "others": others_table(), "trials": pilot_table()}
+    PAGE.write_text(with_parts(PAGE.read_text(), parts))
+    draw(runs, FIGURE)
+
+
+if __name__ == "__main__":
+    main()

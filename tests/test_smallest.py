@@ -1,0 +1,95 @@
+"""The committed small networks: their parameters, their size, their score, and the page made from their records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import cpnorm
+import smallest
+from cpnorm.lab.data.images import DataNotFoundError, load, normalize
+from cpnorm.lab.paper import records
+from cpnorm.lab.training.config import Config
+from cpnorm.lab.training.run_networks import blank, trained_network
+from cpnorm.lab.training.runs import RunFolder
+from cpnorm.lab.training.setup import build_model
+
+ROOT = Path(__file__).parent.parent
+NETWORKS = sorted(path for path in (ROOT / "results/records/networks").glob("*") if path.is_dir())
+ROWS = {row.key: row for table in records.TABLES for row in table.rows}
+
+
+def by_name(path: Path) -> str:
+    return path.name
+
+
+@pytest.mark.parametrize("path", NETWORKS, ids=by_name)
+def test_a_committed_network_is_the_one_of_its_record(path: Path) -> None:
+    run = RunFolder(path)
+    network, record = trained_network(run), run.record()
+    assert record is not None
+    assert sum(p.numel() for p in network.parameters()) == record["weights"]
+    assert (run / "model.safetensors").stat().st_size < 500_000
+    (key,) = (key for key in ROWS if smallest.folder_name(key) == path.name)
+    assert Config.from_json(record["config"]) == ROWS[key].config.replace(seed=run.config().seed)
+    lines = {line["seed"]: line for line in smallest.read()[key]}
+    assert lines[run.config().seed]["test_accuracy_last"] == record["test_accuracy_last"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NETWORKS, ids=by_name)
+def test_a_committed_network_scores_what_its_record_says(path: Path) -> None:
+    run = RunFolder(path)
+    try:
+        data = load(run.config().data)
+    except DataNotFoundError as error:
+        pytest.skip(f"needs the official data: {error}")
+    images = normalize(data.test_images, data.mean, data.std)
+    record = run.record()
+    assert record is not None
+    found = smallest.score(trained_network(run).eval(), images, data.test_labels)
+    assert found == pytest.approx(record["test_accuracy_last"], abs=0.15)  # scored in bfloat16 there, in float32 here
+
+
+@pytest.mark.parametrize("goal", records.GOALS, ids=lambda goal: goal.row)
+def test_rows_keep_to_the_parameters_of_their_goal(goal: records.Goal) -> None:
+    config = ROWS[goal.row].config
+    network = build_model(config, blank(config.data), torch.device("cpu"))
+    assert sum(p.numel() for p in network.parameters()) <= goal.parameters
+    dense = ROWS[goal.control].config
+    assert dense.norm == "none"
+    same = {"norm", "width", "design", "rank", "modes", "lambdas", "skip"}
+    kept = {k: v for k, v in config.to_json().items() if k not in same}
+    assert kept == {k: v for k, v in dense.to_json().items() if k not in same}
+
+
+def test_costs_of_a_canonical_network_are_counted_in_both_forms() -> None:
+    config = ROWS["records-mnist/5k"].config
+    network = build_model(config, blank("mnist"), torch.device("cpu")).eval()
+    found = smallest.costs(network, torch.zeros(1, 1, 28, 28))
+    assert found["parameters"] <= 5000
+    pixels = 28 * 28
+    assert found["flops_dense"] > 2 * pixels * 9 * (16 + 2 * 16 * 16)  # stem and first block alone
+    assert 0 < found["flops_factorised"] < found["flops_dense"]
+    assert cpnorm.canonical_layers(network)  # it is left as it was
+
+
+def test_parts_of_the_page_are_replaced_between_their_comments() -> None:
+    page = "a\n<!-- x -->\nold\n<!-- /x -->\nb\n"
+    assert smallest.with_parts(page, {"x": "new"}) == "a\n<!-- x -->\nnew\n<!-- /x -->\nb\n"
+    with pytest.raises(ValueError, match="<!-- y -->"):
+        smallest.with_parts(page, {"y": ""})
+
+
+def test_the_page_is_made_from_the_records(tmp_path: Path) -> None:
+    line = {"table": "records-mnist", "row": "records-mnist/5k", "weights": 4969, "diverged": None}
+    line["config"] = {"data": "mnist", "norm": "cp"}
+    lines = [line | {"seed": seed, "test_accuracy_last": value} for seed, value in enumerate((99.4, 99.5))]
+    (tmp_path / "records-mnist.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    runs = smallest.read(tmp_path)
+    assert "99.45 ± 0.07 (2): **met** | 4,969" in smallest.goal_table(runs, {})
+    smallest.draw(runs, tmp_path / "figure.svg")
+    assert (tmp_path / "figure.svg").read_text().startswith("<?xml")
