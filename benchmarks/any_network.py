@@ -9,9 +9,12 @@
 
 Networks of timm and transformers, random inputs, SGD with momentum, ``renormalize_after``; public names only. The
 variants of a network take turns inside one run: medians over rounds, and ratios of medians to the plain network's.
+``host_ms`` is the time until a step or an evaluation has started all its kernels on an idle GPU, and ``busy_ms`` the
+time its kernels take: the larger of the two bounds the step.
 
     python benchmarks/any_network.py --device cuda --out FILE      # all networks, eager and compiled
     python benchmarks/any_network.py --network resnet18-32 --batch 64
+    python benchmarks/any_network.py --device cuda --network resnet18-224 --layout channels_last --busy
 """
 
 from __future__ import annotations
@@ -143,17 +146,49 @@ def seconds(run: Callable[[], None], device: str, calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def measure(name: str, size: int, device: str, kinds: list[str], compiled: bool, rounds: int, calls: int) -> list[Any]:
+def host_ms(run: Callable[[], None], calls: int = 9) -> float:
+    """Return the time in which the host starts the work of one call on an idle GPU."""
+    times = []
+    for _ in range(calls):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return 1e3 * statistics.median(times)
+
+
+def busy(run: Callable[[], None], calls: int = 3) -> dict[str, Any]:
+    """Return the time that the kernels of one call take, how many there are, and those that take longest."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(calls):
+            run()
+        torch.cuda.synchronize()
+    rows = [(e.key, e.count / calls, e.device_time_total / calls) for e in profiled.key_averages()]
+    rows = sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2])
+    longest = [[key[:80], count, round(spent)] for key, count, spent in rows[:12]]
+    return {"busy_ms": sum(r[2] for r in rows) / 1e3, "kernels": sum(r[1] for r in rows), "longest_us": longest}
+
+
+def measure(
+    name: str, size: int, kinds: list[str], compiled: bool, options: argparse.Namespace
+) -> list[dict[str, Any]]:
     """Return a row for each variant of one network."""
+    device, rounds, calls = options.device, options.rounds, options.calls
     torch.manual_seed(0)
     plain, batch = build(name).to(device), batch_of(name, size, device)
+    if options.layout == "channels_last" and batch[0].ndim == 4:
+        plain = plain.to(memory_format=torch.channels_last)
+        batch = batch[0].to(memory_format=torch.channels_last), batch[1]
     loops: dict[str, Loop] = {}
     rows: dict[str, dict[str, Any]] = {}
     for kind in kinds:
         started = time.perf_counter()
         model = variant(name, plain, kind)
         wait(device)
-        rows[kind] = {"network": name, "batch": size, "variant": kind, "compiled": compiled}
+        rows[kind] = {"network": name, "batch": size, "variant": kind, "compiled": compiled, "layout": options.layout}
         rows[kind]["seconds_to_convert"] = time.perf_counter() - started
         rows[kind]["parameters"] = sum(p.numel() for p in model.parameters())
         loops[kind] = Loop(name, model, batch, compiled)
@@ -186,6 +221,11 @@ def measure(name: str, size: int, device: str, kinds: list[str], compiled: bool,
             median = statistics.median(times[kind])
             rows[kind][f"{attribute}_ms"] = 1e3 * median
             rows[kind][f"{attribute}_of_plain"] = median / statistics.median(times[kinds[0]])
+            if device == "cuda":
+                rows[kind][f"{attribute}_host_ms"] = host_ms(action(loops[kind]))
+                if options.busy:
+                    found = busy(action(loops[kind]))
+                    rows[kind] |= {f"{attribute}_{key}": value for key, value in found.items()}
     del loops
     gc.collect()
     if device == "cuda":
@@ -203,6 +243,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calls", type=int, default=10)
+    parser.add_argument("--layout", choices=("contiguous", "channels_last"), default="contiguous")
+    parser.add_argument("--busy", action="store_true", help="profile the kernels, too")
     parser.add_argument("--compiled", choices=("no", "yes", "both"), default="no")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -219,11 +261,14 @@ def main() -> None:
         for name in options.network or NETWORKS:
             chosen = kinds if not compiled else [k for k in kinds if k != "tensorly-torch"]
             size = options.batch or BATCHES[name]
-            for row in measure(name, size, options.device, chosen, compiled, options.rounds, options.calls):
+            for row in measure(name, size, chosen, compiled, options):
                 mode = "compiled" if compiled else "eager"
                 print(
                     f"{name:14} {mode:8} {row['variant']:24} {row['train_ms']:8.2f} ms {row['train_of_plain']:5.2f}x"
-                    f"  eval {row.get('evaluate_of_plain', float('nan')):5.2f}x"
+                    f"  eval {row.get('evaluate_ms', float('nan')):6.2f} ms"
+                    f" {row.get('evaluate_of_plain', float('nan')):5.2f}x"
+                    f"  host {row.get('train_host_ms', 0):5.2f} {row.get('evaluate_host_ms', 0):5.2f}"
+                    f"  busy {row.get('train_busy_ms', 0):5.2f} {row.get('evaluate_busy_ms', 0):5.2f}"
                     f"  memory {row.get('own_memory', 0) / 1e6:8.0f} MB"
                     f"  convert {row['seconds_to_convert']:5.1f} s  first step {row['seconds_of_first_step']:5.1f} s",
                     flush=True,

@@ -297,3 +297,24 @@ def test_compiled(whole: bool) -> None:
     without = trained(eager, prebuilt=False, prepare=prepare)
     for got, wanted in zip(with_it.parameters(), without.parameters(), strict=True):
         close(got.detach(), wanted.detach(), 1e-5)
+
+
+@pytest.mark.parametrize("handle", [False, True])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_outputs_lie_in_memory_as_the_plain_networks_do(layout: torch.memory_format, handle: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 3))
+    model = cpnorm.canonical_norm(copy.deepcopy(plain))
+    for layer in cpnorm.canonical_layers(model).values():
+        layer.path = "rebuild"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    if handle:
+        cpnorm.renormalize_after(optimizer, model)
+    x = X.contiguous(memory_format=layout)
+    plain, model = plain.to(memory_format=layout), model.to(memory_format=layout)
+    for mode in (True, False):
+        for _ in range(2):
+            with torch.set_grad_enabled(mode):
+                expected, got = plain.train(mode)(x), model.train(mode)(x)
+            close(got.detach(), expected.detach(), 1e-5)
+            assert got.stride() == expected.stride()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
@@ -74,8 +75,8 @@ class FusedGradients(FusedTerms):
 
         # All gradients of terms lie one after the other in one piece of memory.
         self._parameters: list[Tensor] = [p for layer in terms for p in layer]
-        self._flat = torch.zeros(sum(p.numel() for p in self._parameters), device=rate.device)
-        places = dict(zip(self._parameters, _split(self._flat, self._parameters), strict=True))
+        self._found = _Gradients(self._parameters)
+        places = dict(zip(self._parameters, self._found.views, strict=True))
 
         def slots(parameter: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
             return places[parameter], None, rate, None
@@ -83,13 +84,22 @@ class FusedGradients(FusedTerms):
         super().__init__(terms, dtype, Rule(slots, gradients_only=True), DTYPES[dtype])
         self._products = [left.new_zeros(len(left), len(right)) for left, right in self.sides]
         self._d_products = [torch.zeros_like(product) for product in self._products]
-        # A convolution runs in the memory layout of its weight: the plain layer's is contiguous.
+        # A convolution runs in the memory layout of its weight or of its input if one of them is channels-last. So a
+        # weight lies as its input does; the strides say so even where a kernel of 1 x 1 makes both layouts the same.
         self._views = [self._as_weight(i, product) for i, product in enumerate(self._products)]
-        self._weights = [torch.empty(view.shape, dtype=dtype, device=self.device) for view in self._views]
-        self._copied = [i for i, view in enumerate(self._views) if not view.is_contiguous()]
-        for index, view in enumerate(self._views):
-            if index not in self._copied:
-                self._weights[index] = view
+        self._weights = [
+            view
+            if layer._form.channels_last and view.ndim == 4
+            else torch.empty(view.shape, dtype=dtype, device=self.device)
+            for layer, view in zip(layers, self._views, strict=True)
+        ]
+        for index, (weight, view) in enumerate(zip(self._weights, self._views, strict=True)):
+            if weight is not view and math.prod(view.shape) == self._products[index].numel() and view.is_contiguous():
+                self._weights[index] = self._products[index].view(view.shape)
+        self._copied = [
+            i for i, weight in enumerate(self._weights) if weight.data_ptr() != self._products[i].data_ptr()
+        ]
+        self._d_views = [self._as_weight(i, product) for i, product in enumerate(self._d_products)]
         self._sources: list[int] = []
         self._source_table = self._integers([[0]])
         self._gathered = self._integers([row for i in range(len(terms)) for row in self._gather_programs(i)])
@@ -136,12 +146,18 @@ class FusedGradients(FusedTerms):
 
     def _gather(self, d_weights: Sequence[Tensor]) -> None:
         """Copy the gradients of the weights, which autograd puts anywhere, to where the program expects them."""
+        if (
+            self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        ):  # which takes no table from the host
+            for view, d in zip(self._d_views, d_weights, strict=True):
+                view.copy_(d)
+            return
         sources: list[int] = []
         for d in d_weights:
             sources += (d.data_ptr(), *d.stride(), *((0, 0) if d.ndim == 2 else ()))
         if sources != self._sources:  # an allocator repeats itself from step to step
             self._sources = sources
-            self._source_table = self._integers([sources])
+            self._source_table = _without_waiting(sources, self.device)
         training_kernels.gather[len(self._gathered),](self._source_table, self._gathered, self._kind, *GATHER)
 
     @torch.no_grad()
@@ -151,7 +167,7 @@ class FusedGradients(FusedTerms):
         present = [torch.zeros_like(self._weights[i]) if d is None else d for i, d in enumerate(d_weights)]
         self._gather([d if d.dtype == self.dtype else d.to(self.dtype) for d in present])
         self._run_gradients()
-        parts = iter(_split(self._flat.clone(), self._parameters))
+        parts = iter(self._found.take())
         found: list[list[Tensor | None]] = [list(islice(parts, len(terms))) for terms in self.layers]
         for index in zero:
             found[index] = [None] * len(found[index])
@@ -176,9 +192,38 @@ class FusedGradients(FusedTerms):
         training_kernels.finish[grid](self._table, self._terms, numbers, logs, 0.0, kind, self._padded, rows, TERMS)
 
 
-def _split(flat: Tensor, like: list[Tensor]) -> Sequence[Tensor]:
-    """Return views of a vector, one after the other, of the shapes of these tensors."""
-    return torch._C._nn.unflatten_dense_tensors(flat, like)
+class _Gradients:
+    """The gradients of all parameters in one piece of memory, and tensors that autograd may keep as its own."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._sizes = [-(-p.numel() // 4) * 4 for p in parameters]  # each begins at a multiple of 16 bytes
+        self._shapes = [p.shape for p in parameters]
+        self._flat = torch.zeros(sum(self._sizes), device=parameters[0].device)
+        self.views = self._split(self._flat)  # where the kernels write
+        self._lent = torch.empty_like(self._flat)
+        self._lent_views = self._split(self._lent)
+        self._references = self._count()
+
+    def _split(self, flat: Tensor) -> list[Tensor]:
+        parts = flat.split(self._sizes)
+        return [part[: shape.numel()].view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    def _count(self) -> int:
+        return torch._C._storage_Use_Count(self._lent.untyped_storage()._cdata)
+
+    def take(self) -> list[Tensor]:
+        """Return copies of the gradients, in memory that is used again once none of them is alive."""
+        if self._count() != self._references:  # gradients are accumulated, or kept by the caller
+            self._lent = torch.empty_like(self._flat)
+            self._lent_views = self._split(self._lent)
+        self._lent.copy_(self._flat)
+        return [view.detach() for view in self._lent_views]  # autograd copies tensors that others hold, as we the views
+
+
+def _without_waiting(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Return integers on the device; the host does not wait for the work in front of the copy."""
+    pinned = device.type == "cuda"
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)
 
 
 class Replayed:

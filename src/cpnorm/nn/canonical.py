@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import cast
 
@@ -48,11 +47,13 @@ class CPLayer(CanonicalTerms):
         if prebuilt is not None:
             return prebuilt[0] if len(prebuilt) == 1 else prebuilt[0] @ prebuilt[1].mT
         shape = weight_shape(self)
-        on_gpu = self.lambdas.is_cuda and len(shape) == len(self.modes)  # finer modes are merged again, in their order
+        # As the input lies, so should the weight; finer modes are merged again, in their order.
+        last = self._form.channels_last and len(shape) == len(self.modes) == 4
         if not self._keeps_weight():
-            return dense_from_terms(*self._terms(), channels_last=on_gpu).reshape(shape)
+            return dense_from_terms(*self._terms(), channels_last=last).reshape(shape)
         with torch.inference_mode(False), torch.no_grad():
-            built = dense_from_terms(*self._terms()).reshape(shape).contiguous()  # as the plain layer's lies
+            layout = torch.channels_last if last else torch.contiguous_format
+            built = dense_from_terms(*self._terms()).reshape(shape).clone(memory_format=layout)
         self.keep_prebuilt(built)
         return built
 
@@ -66,10 +67,14 @@ class CPLayer(CanonicalTerms):
     def keep_prebuilt(self, weight: Tensor) -> None:
         """Use this weight, built from the parameters as they are now, until one of them changes."""
         parameters = self._term_parameters()
-        versions = tuple([tensor._version for tensor in (*parameters, weight)])
-        in_evaluation = not weight.requires_grad
-        memory = tuple([parameter.detach() for parameter in parameters]) if in_evaluation else ()
-        self._form.prebuilt = Prebuilt((weight,), parameters, versions, memory, in_evaluation)
+        versions = [parameter._version for parameter in parameters]
+        versions.append(weight._version)
+        prebuilt = self._form.prebuilt = Prebuilt((weight,), parameters, list(map(id, parameters)), versions)
+        prebuilt.dtype = parameters[1].dtype
+        if not weight.requires_grad:
+            prebuilt.in_evaluation = True
+            prebuilt.memory = tuple([parameter.detach() for parameter in parameters])
+            prebuilt.addresses = [parameter.data_ptr() for parameter in parameters]
 
     def train(self, mode: bool = True) -> CPLayer:
         """Set the mode as torch does, and forget a kept weight: writes to ``parameter.data`` leave no other trace."""
@@ -92,14 +97,19 @@ class CPLayer(CanonicalTerms):
         if form.path == "factors":
             return None
         first, current = tensors[0], self._term_parameters()
+        found = [tensor._version for tensor in current]
+        found.append(first._version)
         lambdas = current[1]
+        if prebuilt.in_evaluation:
+            moved = [tensor.data_ptr() for tensor in current] != prebuilt.addresses
+            unfit = moved or (torch.is_grad_enabled() and lambdas.requires_grad)
+        else:
+            unfit = first.device != lambdas.device or lambdas.dtype != prebuilt.dtype
         if (
-            not all(map(operator.is_, prebuilt.parameters, current))
-            or versions != tuple([tensor._version for tensor in (*current, first)])
-            or any(p.data_ptr() != old.data_ptr() for p, old in zip(current, prebuilt.memory, strict=False))
-            or (first.dtype != lambdas.dtype and first.dtype != compute_dtype(lambdas))
-            or first.device != lambdas.device
-            or (not first.requires_grad and lambdas.requires_grad and torch.is_grad_enabled())
+            unfit
+            or found != versions
+            or list(map(id, current)) != prebuilt.identities
+            or (first.dtype != prebuilt.dtype and first.dtype != compute_dtype(lambdas))
         ):
             form.prebuilt = None
             return None
@@ -179,6 +189,8 @@ class CPLayer(CanonicalTerms):
     def _dense_for(self, x: Tensor) -> Tensor | None:
         """Return the dense weight if it should meet this input, and None if the factors should."""
         prebuilt = self.valid_prebuilt()
+        if x.ndim == 4 and not (x.is_nested or torch.compiler.is_compiling()):
+            self._form.channels_last = x.stride(1) == 1 and not x.is_contiguous()
         if prebuilt is not None:
             return prebuilt[0] if len(prebuilt) == 1 else prebuilt[0] @ prebuilt[1].mT
         return self._dense() if self._rebuilds(x) else None

@@ -18,9 +18,12 @@ class Prebuilt:
 
     tensors: tuple[Tensor, ...]
     parameters: tuple[Tensor, ...] = ()  # what it was built from
-    versions: tuple[int, ...] | None = None  # of these and of the weight; None: its maker replaces it in time
+    identities: list[int] | None = None  # of these objects
+    versions: list[int] | None = None  # of these and of the weight; None: its maker replaces it in time
     memory: tuple[Tensor, ...] = ()  # that of the parameters; held, so that other data cannot get the same address
+    addresses: list[int] | None = None  # where it begins
     in_evaluation: bool = False  # kept over many calls; in training every forward pass builds it
+    dtype: torch.dtype | None = None  # of the parameters; the weight has another one under autocast
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Return None: a copied layer builds its own."""
@@ -47,6 +50,7 @@ class Form:
         prebuilt: the weight as it was built last, good for as long as no parameter changes.
         renormalizer: what keeps the columns unit, if anything does.
         plans: paths the planner chose before, by rank and size of the input.
+        channels_last: whether the last input of a 2-d convolution lay in memory that way; its weight should, too.
     """
 
     modes: tuple[int, ...]
@@ -55,6 +59,7 @@ class Form:
     prebuilt: Prebuilt | None = None
     renormalizer: Renormalizer | None = None
     plans: dict[Any, str] = field(default_factory=dict)
+    channels_last: bool = False
 
 
 def compute_dtype(parameter: Tensor) -> torch.dtype:

@@ -58,7 +58,9 @@ class TorchProgram:
             sides = one, two
             order = (*left, *right)
             product = (sides[0] @ sides[1].mT).reshape([modes[m] for m in order])
-            weights.append(product.permute([order.index(m) for m in range(len(modes))]).reshape(weight_shape(layer)))
+            dense = product.permute([order.index(m) for m in range(len(modes))]).reshape(weight_shape(layer))
+            last = layer._form.channels_last and dense.ndim == 4
+            weights.append(dense.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format))
             self._sides.append(sides)
         return weights
 
@@ -222,7 +224,8 @@ class NetworkWeights:
         found: list[Any] = [p.data_ptr() for p in self._parameters]
         found += [p.requires_grad for p in self._parameters]
         found += [p.size(0) for p in self._lambdas]
-        found += [layer._form.path for layer in self._layers]
+        for layer in self._layers:
+            found += (layer._form.path, layer._form.channels_last)
         if found != self._signature:
             self._signature, self._renormalizer = found, None
             self._programs.clear()
