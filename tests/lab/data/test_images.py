@@ -296,27 +296,27 @@ def test_normalize(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-2 if dtype == torch.bfloat16 else 1e-6)
 
 
-def crops(image: Tensor, flip: bool) -> dict[bytes, tuple[int, int, bool]]:
+def crops(image: Tensor, flip: bool, pad: int = 4) -> dict[bytes, tuple[int, int, bool]]:
     """Everything the augmentation may make of one image, pixel by pixel: the oracle."""
     _, height, width = image.shape
     made = {}
-    for top in range(9):
-        for left in range(9):
+    for top in range(2 * pad + 1):
+        for left in range(2 * pad + 1):
             crop = torch.zeros_like(image)
             for i in range(height):
                 for j in range(width):
-                    if 0 <= i + top - 4 < height and 0 <= j + left - 4 < width:
-                        crop[:, i, j] = image[:, i + top - 4, j + left - 4]
+                    if 0 <= i + top - pad < height and 0 <= j + left - pad < width:
+                        crop[:, i, j] = image[:, i + top - pad, j + left - pad]
             made[crop.numpy().tobytes()] = top, left, False
             if flip:
                 made[crop.flip(-1).numpy().tobytes()] = top, left, True
     return made
 
 
-@pytest.mark.parametrize("mode", ["crop", "crop-flip"])
+@pytest.mark.parametrize("mode", ["crop", "crop-flip", "shift"])
 def test_augment_against_one_image_at_a_time(mode: Any) -> None:
     image = torch.randint(1, 256, (2, 6, 7), dtype=torch.uint8)
-    possible = crops(image, flip=mode == "crop-flip")
+    possible = crops(image, flip=mode == "crop-flip", pad=2 if mode == "shift" else 4)
     batch = augment(image.expand(4000, -1, -1, -1), mode, torch.Generator().manual_seed(1))
     assert batch.dtype == torch.uint8
     choices = [possible[made.numpy().tobytes()] for made in batch]  # a KeyError here is an impossible crop

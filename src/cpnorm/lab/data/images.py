@@ -34,10 +34,11 @@ STATISTICS = {  # mean and standard deviation per channel, in pixel values from 
     "idx": ((127.5,), (127.5,)),  # whatever the images are: from -1 to 1
 }
 PADDING = 4  # pixels around an image before it is cropped to its old size
+SHIFT = 2  # the same for "shift"
 
 CUTOUT = 8  # pixels: the side of the square that is blackened
 
-Augmentation = Literal["none", "crop", "crop-flip", "crop-cutout", "crop-flip-cutout"]
+Augmentation = Literal["none", "shift", "crop", "crop-flip", "crop-cutout", "crop-flip-cutout"]
 
 
 class DataNotFoundError(FileNotFoundError):
@@ -260,8 +261,8 @@ def normalize(
 def augment(images: Tensor, mode: Augmentation, generator: torch.Generator | None = None) -> Tensor:  # (N, C, H, W)
     """Augment each image: a random crop of it with 4 black pixels around, then a mirror image by chance, then a hole.
 
-    The mode names what is done: "crop", "crop-flip", "crop-cutout", "crop-flip-cutout", or "none". The hole is a black
-    square of 8 x 8 pixels whose centre lies anywhere in the image.
+    The mode names what is done: "crop", "crop-flip", "crop-cutout", "crop-flip-cutout", or "none"; "shift" is a crop with
+    2 black pixels around. The hole is a black square of 8 x 8 pixels whose centre lies anywhere in the image.
 
     A few kernels that do not depend on the values, so that they can be compiled and recorded in a CUDA graph.
     """
@@ -271,15 +272,16 @@ def augment(images: Tensor, mode: Augmentation, generator: torch.Generator | Non
         return images
     count, channels, height, width = images.shape
     device = images.device
-    corner = torch.randint(2 * PADDING + 1, (2, count, 1), generator=generator, device=device)
+    padding = SHIFT if mode == "shift" else PADDING
+    corner = torch.randint(2 * padding + 1, (2, count, 1), generator=generator, device=device)
     rows = corner[0] + torch.arange(height, device=device)  # (N, H)
     columns = torch.arange(width, device=device)
     if "flip" in mode:
         mirrored = torch.randint(2, (count, 1), generator=generator, device=device, dtype=torch.bool)
         columns = torch.where(mirrored, width - 1 - columns, columns)
     columns = corner[1] + columns  # (N, W)
-    padded = F.pad(images, (PADDING, PADDING, PADDING, PADDING)).flatten(2)
-    place = (rows[:, :, None] * (width + 2 * PADDING) + columns[:, None, :]).flatten(1)  # of every pixel, in padded
+    padded = F.pad(images, (padding,) * 4).flatten(2)
+    place = (rows[:, :, None] * (width + 2 * padding) + columns[:, None, :]).flatten(1)  # of every pixel, in padded
     cropped = padded.gather(2, place[:, None].expand(-1, channels, -1)).view(images.shape)
     if "cutout" not in mode:
         return cropped

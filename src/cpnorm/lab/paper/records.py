@@ -137,9 +137,12 @@ PILOT_ROWS = (
     _trial("5k-base", (16, 24, 32), (8, 12, 16), recipe=MNIST_TRIAL, stem=4),
     _trial("5k-rounds", (16, 24, 32), (8, 12, 14), recipe=MNIST_TRIAL, stem=4, rounds=2),
     _trial("5k-fast", (16, 24, 32), (8, 12, 16), recipe=MNIST_TRIAL, stem=4, changes={"lr": 0.01}),
+    _trial("5k-shift", (16, 24, 32), (8, 12, 16), recipe=MNIST_TRIAL, stem=4, changes={"augment": "shift"}),
     _paper_trial("8k-even", LENET.replace(epochs=12, validation=HELD_OUT), 6, 24, 18, 8),
     _paper_trial("8k-thin", LENET.replace(epochs=12, validation=HELD_OUT), 8, 30, 14, 9),
     _paper_trial("8k-fast", LENET.replace(epochs=12, validation=HELD_OUT), 6, 24, 18, 8, lr=0.008),
+    _paper_trial("8k-shift", LENET.replace(epochs=12, validation=HELD_OUT), 6, 24, 18, 8, augment="shift"),
+    _paper_trial("8k-none", LENET.replace(epochs=12, validation=HELD_OUT), 6, 24, 18, 8, augment="none"),
 )
 
 # --- the rows themselves ----------------------------------------------------------------------------------------------
