@@ -75,10 +75,11 @@ class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.started = args, time.monotonic()
         self.device = torch.device(args.device)
+        self.split = f"-{args.validation}" if args.validation else ""  # in names of files
         self.records = list(compression_figure.read([args.out])) if args.out.exists() else []
         self.data = self._data()
         mode = "crop-flip" if args.data == "cifar10" else "crop"
-        self.calibration = calibration_batches(self.data, args.calibration, mode=mode)
+        self.calibration = calibration_batches(self.data, args.calibration, mode=mode, copies=args.copies)
         images, labels = self.data.train_images[-HELD_OUT:], self.data.train_labels[-HELD_OUT:]
         self.held_out = dataclasses.replace(self.data, test_images=images, test_labels=labels)
         self.network = nn.Module()
@@ -88,6 +89,11 @@ class Run:
         if args.network in PUBLISHED:
             about = pretrained.NETWORKS[PUBLISHED[args.network]]
             data = dataclasses.replace(data, mean=about.mean, std=about.std)
+        if args.validation:  # the test set stays unread
+            images, labels = data.train_images, data.train_labels
+            kept = len(labels) - args.validation
+            data = dataclasses.replace(data, train_images=images[:kept], train_labels=labels[:kept])
+            data = dataclasses.replace(data, test_images=images[kept:], test_labels=labels[kept:])
         train, test = args.train_images, args.test_images
         return dataclasses.replace(
             data,
@@ -102,7 +108,7 @@ class Run:
     def dense_network(self) -> None:
         """Load the network from published weights or from an earlier command, or train it."""
         args, trained = self.args, None
-        file = args.work / f"{args.network}-{args.data}-{args.network_seed}"
+        file = args.work / f"{args.network}-{args.data}-{args.network_seed}{self.split}"
         if args.network in PUBLISHED:
             self.network = load_pretrained(PUBLISHED[args.network], args.data_dir, file=args.weights)
         else:
@@ -145,7 +151,7 @@ class Run:
             return
         if self._out_of_time(f"{method} at {share:g}"):
             return
-        cache = args.work / f"{args.network}-{args.data}-{args.network_seed}-{method}-{share:g}.pt"
+        cache = args.work / f"{args.network}-{args.data}-{args.network_seed}{self.split}-{method}-{share:g}.pt"
         try:
             if cache.exists() and not self._missing(method, share, None):
                 model = torch.load(cache, map_location=self.device, weights_only=False)
@@ -196,7 +202,11 @@ class Run:
                 image = self.calibration[0][0][:1]
                 twin = cpnorm.factorize(twin.train(), image, goal="parameters", measure=False)  # with its batch norms
             started = time.perf_counter()
-            history = finetune(twin, self.data, recipe, teacher=self.network, test_every=self.args.test_every)
+            data, count = self.data, self.args.finetune_images
+            if count:
+                images, labels = data.train_images[:count], data.train_labels[:count]
+                data = dataclasses.replace(data, train_images=images, train_labels=labels)
+            history = finetune(twin, data, recipe, teacher=self.network, test_every=self.args.test_every)
             seconds = time.perf_counter() - started
             self._write(
                 {
@@ -207,6 +217,7 @@ class Run:
                     "finetuning": {
                         **recipe.to_json(),
                         "teacher": "dense",
+                        "images": len(data.train_labels),
                         "form": self.args.form,
                         "label": self.args.label,
                     },
@@ -219,11 +230,13 @@ class Run:
     def _recipe(self, seed: int) -> Recipe:
         args = self.args
         settings: dict[str, Any] = {"batch_size": BATCH[args.network]}
-        given = ("lr", "batch_size", "optimizer", "distillation", "temperature", "averaging", "weight_decay")
-        settings |= {name: getattr(args, name) for name in given if getattr(args, name) is not None}
+        given = ("lr", "batch_size", "optimizer", "distillation", "temperature", "averaging", "warmup", "augment")
+        given = (*given, "weight_decay")
         if args.data == "svhn":
             settings["augment"] = "crop"
-        settings["batch_size"] = min(settings["batch_size"], len(self.data.train_labels))
+        settings |= {name: getattr(args, name) for name in given if getattr(args, name) is not None}
+        images = args.finetune_images or len(self.data.train_labels)
+        settings["batch_size"] = min(settings["batch_size"], images)
         precision = "bf16" if self.device.type == "cuda" else "fp32"
         return Recipe(epochs=args.epochs, precision=precision, seed=seed, **settings)  # type: ignore[arg-type]
 
@@ -262,9 +275,11 @@ class Run:
             "flops": model and flops(model, self.calibration[0][0][:1]),
             "dense_flops": self.flops,
             "calibration_images": args.calibration,
+            "calibration_copies": args.copies,
             "data_sha256": self.data.sha256,
             "train_images": len(self.data.train_labels),
             "test_images": len(self.data.test_labels),
+            "validation": args.validation,
             "width": args.width,
             "smoke": args.smoke,
             "command": "python benchmarks/compression_accuracy.py " + " ".join(sys.argv[1:]),
@@ -349,11 +364,16 @@ def arguments() -> argparse.Namespace:
     add("--distillation", type=float)
     add("--temperature", type=float)
     add("--averaging", type=float)
+    add("--warmup", type=float)
+    add("--augment", choices=["crop", "crop-flip", "crop-flip-cutout", "none"])
     add("--weight-decay", type=float)
     add("--test-every", type=int, default=5, help="epochs between two tests while fine-tuning")
     add("--calibration", type=int, default=1024, help="training images that the methods may look at")
+    add("--copies", type=int, default=1, help="of each of these images, augmented anew")
     add("--train-images", type=int, help="only the first of them")
     add("--test-images", type=int, help="only the first of them")
+    add("--validation", type=int, default=0, help="the last training images are the test set: for choices of settings")
+    add("--finetune-images", type=int, help="fine-tune on the first training images only")
     add("--width", type=float, default=1.0, help="of ResNet-18 and VGG-16")
     add("--time-limit", type=float, help="seconds after which nothing new is begun")
     add("--smoke", action="store_true", help="everything once, on few images and narrow networks: does it run?")

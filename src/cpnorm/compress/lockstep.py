@@ -10,12 +10,14 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from cpnorm.compress.successors import EventLog
 from cpnorm.nn.running import evaluating, run, uncompiled
 
 
@@ -41,11 +43,13 @@ def run_in_lockstep(
     jobs: Sequence[Any],
     stops: Collection[nn.Module],
     visit: Callable[[nn.Module, list[Call]], None],
+    logs: Sequence[EventLog] | None = None,
 ) -> None:
     """Run the model in eval mode on each of the jobs' inputs; ``visit`` computes what the stops return.
 
     When every job waits at a stop, ``visit`` is called with the module at which most of them wait and their calls, and
-    has to set the result of each. One job runs at a time, in a thread of its own.
+    has to set the result of each. One job runs at a time, in a thread of its own. The log of a job, if there is one,
+    notes what it does between the stops, and the stops themselves.
     """
     arrived: queue.SimpleQueue[Call | BaseException | None] = queue.SimpleQueue()
     turn = threading.Semaphore(1)
@@ -60,6 +64,8 @@ def run_in_lockstep(
             turn.acquire()
             if call.cancelled:
                 raise _CancelledError
+            if logs is not None:
+                logs[call.job].note(module, (*args, *kwargs.values()), call.result)
             return call.result
 
         return forward
@@ -68,7 +74,7 @@ def run_in_lockstep(
         local.job = job
         with turn:
             try:
-                with torch.inference_mode(False), torch.no_grad():
+                with torch.inference_mode(False), torch.no_grad(), logs[job] if logs is not None else nullcontext():
                     run(model, jobs[job])
                 arrived.put(None)
             except BaseException as error:

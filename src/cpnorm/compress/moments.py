@@ -107,16 +107,20 @@ def _spread(conv: Any, x: Tensor) -> Tensor:
 
 def outputs_at(layer: nn.Module, x: Tensor, y: Tensor, positions: Tensor) -> Tensor:  # -> (g, samples, o)
     """Return the outputs at these positions less the bias, in the order of the patches."""
-    wide = torch.promote_types(y.dtype, torch.float32)
     bias = cast(Tensor | None, layer.bias)
+    values = values_at(layer, x, y, positions)
+    return values if bias is None else values - bias.to(values).reshape(len(values), 1, -1)
+
+
+def values_at(layer: nn.Module, x: Tensor, y: Tensor, positions: Tensor) -> Tensor:  # -> (g, samples, o)
+    """Return a map of the outputs' shape at these positions, in the order of the patches."""
+    wide = torch.promote_types(y.dtype, torch.float32)
     if isinstance(layer, nn.Linear):
-        y = y.reshape(1, -1, y.shape[-1])[:, positions]
-        return (y if bias is None else y - bias).to(wide)
+        return y.reshape(1, -1, y.shape[-1])[:, positions].to(wide)
     conv = cast(nn.modules.conv._ConvNd, layer)
     y = y if y.ndim == len(conv.kernel_size) + 2 else y[None]
     known: Any = (..., *(slice(size) for size in _space(layer, x)))  # output_size= may have made it larger
     y = y[known].flatten(2)[:, :, positions]  # (N, O, P)
-    y = y if bias is None else y - bias[:, None]
     return y.reshape(len(y), conv.groups, -1, y.shape[-1]).permute(1, 0, 3, 2).flatten(1, 2).to(wide)
 
 

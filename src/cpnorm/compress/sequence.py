@@ -21,18 +21,12 @@ from cpnorm.compress.calibrate import (
     modes_by_patch,
     terms_by_patch,
 )
+from cpnorm.compress.layer_target import Pair, Samples, Target
 from cpnorm.compress.lockstep import Call, run_in_lockstep
-from cpnorm.compress.moments import (
-    Moments,
-    choose_positions,
-    first_argument,
-    outputs_at,
-    outputs_first,
-    patches_at,
-    sampled_share,
-)
+from cpnorm.compress.moments import first_argument, outputs_first
 from cpnorm.compress.refit import Fitted, regress_outputs
-from cpnorm.cp.calibrated import fit, regression_target
+from cpnorm.compress.successors import EventLog, Successors, successors
+from cpnorm.cp.calibrated import fit
 from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.convert import fold
 from cpnorm.nn.planner import linear_modes, weight_shape
@@ -40,6 +34,8 @@ from cpnorm.nn.planner import linear_modes, weight_shape
 Progress = Callable[[str, int, int], None]
 ALIVE_BYTES = 4 * 2**30  # of feature maps that all inputs together may keep alive; with more, fewer inputs are used
 MAPS_ALIVE = 6  # about so many times the largest map is alive at once, old and new
+RECTIFIED_ROUNDS = 2  # of fits to what is left after a rectifier, each from the one before
+RECTIFIED_STEPS = 6  # Gauss-Newton steps in each
 
 
 @dataclass
@@ -97,12 +93,18 @@ def refit_in_sequence(
         bytes_alive: what the feature maps of one layer take over all inputs; if memory is short, fewer are used.
         progress: called with (layer name, layers done, layers in all).
     """
-    share = ALIVE_BYTES / max(1, MAPS_ALIVE * bytes_alive)
+    share = _room(next(iter(layers.values())).lambdas.device) / max(1, MAPS_ALIVE * bytes_alive)
     used = list(inputs)[: max(1, int(len(inputs) * min(share, 1.0)))]
     sequence = _Sequence(model, layers, dict(forms), dict(ranks), calibrations, used, list(dense), regress, progress)
     sequence.run()
     found = {name: sequence.new[name] for name in sequence.dense if name in sequence.new}
     return Refitted(sequence.forms, found, sequence.statistics)
+
+
+def _room(device: torch.device) -> float:
+    """Return the bytes that feature maps may take: on a GPU with more memory than that, half of what is free."""
+    free = torch.cuda.mem_get_info(device)[0] / 2 if device.type == "cuda" else 0
+    return max(ALIVE_BYTES, free)
 
 
 @dataclass
@@ -121,6 +123,8 @@ class _Sequence:
     plain: dict[nn.Module, nn.Module] = field(default_factory=dict)  # dense layers to compute with
     old: dict[str, Tensor] = field(default_factory=dict)  # weights
     new: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)  # weights and biases
+    follows: dict[nn.Module, Successors] = field(default_factory=dict)
+    logs: list[EventLog] = field(default_factory=list)
 
     def run(self) -> None:
         """Fit all layers in one pass, and those that no input reaches by themselves."""
@@ -131,13 +135,33 @@ class _Sequence:
                 self.names[module] = changed[tie_key(module)]
                 self.plain[module] = fold(copy.deepcopy(module))
         norms = [module for module in self.model.modules() if has_statistics(module)]
+        stops = [*self.names, *norms]
+        if self.regress:
+            self._look_ahead(stops)
         jobs = [each for each in self.inputs for _ in range(2)]  # old and new: jobs 2b and 2b + 1 belong together
-        run_in_lockstep(self.model, jobs, [*self.names, *norms], self.visit)
+        wanted = {each.stream for each in self.follows.values() if each.stream is not None}
+        self.logs = [EventLog(wanted) for _ in jobs]
+        run_in_lockstep(self.model, jobs, stops, self.visit, self.logs)
         for name in self.ranks:
             if name not in self.new:
                 self.forms[name] = fit_alone(self.layers[name], self.calibrations[name], self.ranks[name])
         if self.progress:
             self.progress("", len(self.old), len(self.old))
+
+    def _look_ahead(self, stops: list[nn.Module]) -> None:
+        """Find out what follows each layer, by one run of the old network."""
+        log = EventLog(record=True)
+
+        def visit(module: nn.Module, calls: list[Call]) -> None:
+            for call in calls:
+                if isinstance(module, _BatchNorm):
+                    call.result = _normalized(module, call.args[0])
+                else:
+                    layer = cast(CPLayer, module)
+                    call.result = self._forward(layer, call, self.old[self.names[layer]], cast(Any, layer.bias))
+
+        run_in_lockstep(self.model, self.inputs[:1], stops, visit, [log])
+        self.follows = successors(log.events, self.names)
 
     def visit(self, module: nn.Module, calls: list[Call]) -> None:
         """Compute what a stop returns, after fitting it on the first visit."""
@@ -172,41 +196,70 @@ class _Sequence:
         return form.cp.to_dense().reshape(weight_shape(layer)), old_bias if form.bias is None else form.bias
 
     def _refitted_dense(self, name: str, layer: CPLayer, calls: list[Call]) -> tuple[Tensor, Tensor | None] | None:
-        calibration = self.calibrations.get(name)
-        target = None if calibration is None or not self.regress else self._target(layer, calibration, calls)
-        if target is None:
+        samples = self._samples(name, layer, calls) if self.regress else None
+        if samples is None:
             return None
+        target = samples.target(self._old_weight(name))
         weight = outputs_first(layer, target.weight.reshape(modes_by_patch(layer))).reshape(weight_shape(layer))
-        bias = target.bias(layer, target.weight)
+        bias = self._corrected_mean(layer, target, target.weight)
         return weight.to(layer.lambdas.dtype), cast(Tensor | None, layer.bias) if bias is None else bias
 
     def _calibrated(self, name: str, layer: CPLayer, calls: list[Call]) -> Fitted:
         """Fit all vectors."""
         calibration, rank = self.calibrations[name], self.ranks[name]
-        target = self._target(layer, calibration, calls) if calibration.problem.output_modes == 1 else None
-        if target is None:
+        samples = self._samples(name, layer, calls) if calibration.problem.output_modes == 1 else None
+        if samples is None:
             return fit_alone(layer, calibration, rank)
-        shaped = outputs_first(layer, target.weight.reshape(modes_by_patch(layer)))
-        problem = layer_problem(layer, shaped, target.squares, calibration.sensitivity)
-        fitted = fit(problem, rank, problem.candidates())
-        bias = target.bias(layer, fitted.to(torch.float64).to_dense().reshape(target.weight.shape))
+        fitted, target, made = None, samples.target(self._old_weight(name)), calibration.problem.weight
+        for each in range(1 + RECTIFIED_ROUNDS * samples.follows.rectified):
+            if fitted is not None:
+                target = samples.target(self._old_weight(name), (made, target.missing(made)))
+            shaped = outputs_first(layer, target.weight.reshape(modes_by_patch(layer)))
+            problem = layer_problem(layer, shaped, target.squares, calibration.sensitivity)
+            if each == 0:
+                fitted = fit(problem, rank, problem.candidates())
+            else:
+                fitted = fit(problem, rank, None, fitted, steps=RECTIFIED_STEPS)
+            made = fitted.to(torch.float64).to_dense().reshape(target.weight.shape)
+        assert fitted is not None
+        bias = self._corrected_mean(layer, target, made)
         return Fitted(terms_by_patch(layer, fitted).to(layer.lambdas.dtype), None, bias)
 
-    def _target(self, layer: CPLayer, calibration: Calibration, calls: list[Call]) -> _Target | None:
-        """Return the dense weight that gives the old outputs on the new inputs; None if they do not belong together."""
-        pairs = None if calibration.repeated else self._pairs(calls)
+    def _old_weight(self, name: str) -> Tensor:  # (g, o, D)
+        problem = self.calibrations[name].problem
+        return problem.weight.double() * problem.scale
+
+    def _samples(self, name: str, layer: CPLayer, calls: list[Call]) -> Samples | None:
+        """Return what the layer is fed and should give; None if old and new inputs do not belong together."""
+        calibration = self.calibrations.get(name)
+        pairs = None if calibration is None or calibration.repeated else self._pairs(calls)
         if not pairs:
             return None
-        moments = Moments()
-        positions = sum(y.numel() for _, y in pairs) // calibration.problem.weight.shape[1]
-        for number, (call, y) in enumerate(pairs, start=1):
-            x = first_argument(call.args, call.kwargs)
-            chosen = choose_positions(layer, x, sampled_share(layer, positions), number)
-            moments.add(patches_at(layer, x, chosen), outputs_at(layer, x, y, chosen))
-        free = bias_is_free(self.model, layer)
-        squares, products = moments.second(centered=free)
-        old = calibration.problem.weight.double() * calibration.problem.scale
-        return _Target(regression_target(old, squares, products), squares, moments if free else None)
+        follows = self.follows.get(layer, Successors())
+        with_streams = [self._with_streams(follows, new, y) for new, y in pairs]
+        if any(pair.streams is None for pair in with_streams) and follows.stream is not None:
+            with_streams = [Pair(pair.x, pair.y) for pair in with_streams]
+            follows = Successors(follows.norm)
+        return Samples(layer, with_streams, follows, bias_is_free(self.model, layer))
+
+    def _with_streams(self, follows: Successors, new: Call, y: Tensor) -> Pair:
+        x, streams = first_argument(new.args, new.kwargs), []
+        if follows.stream is not None:
+            streams = [self.logs[job].kept.pop(follows.stream, None) for job in (new.job - 1, new.job)]
+        found = [stream for stream in streams if stream is not None and stream.shape == y.shape]
+        return Pair(x, y, (found[0], found[1]) if len(found) == 2 else None)
+
+    def _corrected_mean(self, layer: CPLayer, target: Target, weight: Tensor) -> Tensor | None:
+        """Return a new bias with which the outputs have the right mean, or let the batch norm that follows do it."""
+        missing, old = target.missing(weight), cast(Tensor | None, layer.bias)
+        norm = self.follows.get(layer, Successors()).norm
+        if missing is None:
+            return None
+        if norm is not None:
+            mean, variance = cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var)
+            moved = mean.clone() if old is not None else (mean.double() - missing).to(mean.dtype)
+            self.statistics[norm] = moved, variance.clone()
+        return None if old is None else (old.double() + missing).to(old.dtype)
 
     def _regressed(self, name: str, layer: CPLayer, calls: list[Call]) -> Fitted:
         """Fit output vectors and bias."""
@@ -245,26 +298,13 @@ class _Sequence:
                 moved = mean.double() + new[0] - old[0]
                 self.statistics[norm] = moved.to(mean.dtype), (variance.double() * ratio).to(variance.dtype)
         for call in calls:
-            used = self.statistics[norm] if call.job % 2 else (mean, variance)
-            call.result = F.batch_norm(call.args[0], *used, norm.weight, norm.bias, False, 0.0, norm.eps)
+            call.result = _normalized(norm, call.args[0], self.statistics[norm] if call.job % 2 else None)
 
 
-@dataclass(frozen=True, eq=False)
-class _Target:
-    """What a layer should compute: a dense weight, and the moments in whose norm to approximate it."""
-
-    weight: Tensor  # (g, o, D)
-    squares: Tensor  # (g, D, D)
-    moments: Moments | None  # if the bias is free
-
-    def bias(self, layer: CPLayer, weight: Tensor) -> Tensor | None:  # (g, o, D)
-        """Return the bias with which the outputs of this weight have the right mean; None for the old one."""
-        if self.moments is None or layer.bias is None:
-            return None
-        mean, output_mean = self.moments.means()
-        missing = (output_mean - (weight @ mean[..., None]).squeeze(-1)).flatten()
-        old = cast(Tensor, layer.bias)
-        return (old.double() + missing).to(old.dtype)
+def _normalized(norm: _BatchNorm, x: Tensor, statistics: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """Return what a batch norm gives in evaluation with these statistics, by default its own."""
+    mean, variance = statistics or (cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var))
+    return F.batch_norm(x, mean, variance, norm.weight, norm.bias, False, 0.0, norm.eps)
 
 
 def _statistics(inputs: Iterable[Tensor]) -> tuple[Tensor, Tensor] | None:

@@ -1,0 +1,106 @@
+"""What a layer of the new network should compute, given what follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from cpnorm.compress.moments import Moments, choose_positions, outputs_at, patches_at, sampled_share, values_at
+from cpnorm.compress.successors import Successors
+from cpnorm.cp.calibrated import regression_target
+from cpnorm.nn.canonical import CPLayer
+
+STEADY = 1e-3  # of the mean squared scale: channels that a batch norm all but switches off are asked for no corrections
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """The input of a layer in the new network, and its output in the old one on the same data."""
+
+    x: Tensor
+    y: Tensor
+    streams: tuple[Tensor, Tensor] | None = None  # what the output is added to, in the old and in the new network
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """What a layer should compute: a dense weight, and the moments in whose norm to approximate it."""
+
+    weight: Tensor  # (g, o, D)
+    squares: Tensor  # (g, D, D)
+    moments: Moments | None  # if the mean of the outputs is free
+
+    def missing(self, weight: Tensor) -> Tensor | None:  # (g, o, D) -> (g * o,)
+        """Return what to add to the outputs of this weight so that they have the right mean; None if it is not free."""
+        if self.moments is None:
+            return None
+        mean, output_mean = self.moments.means()
+        return (output_mean - (weight.to(mean) @ mean[..., None]).squeeze(-1)).flatten()
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Samples of what a layer is fed and should give, drawn anew at each reading, and always the same ones."""
+
+    layer: CPLayer
+    pairs: Sequence[Pair]
+    follows: Successors
+    free: bool  # whether the mean of the outputs can be corrected
+
+    def target(self, old: Tensor, fitted: tuple[Tensor, Tensor | None] | None = None) -> Target:
+        """Return the target; given a weight that was fitted already, with what it misses, the one after a rectifier.
+
+        Where the old network's value is negative the rectifier gives 0, whatever the value: any negative value is as
+        good. So the fitted layer's own outputs are the target there, if they are negative, and else 0.
+        """
+        moments = Moments()
+        for patches, wanted, stream in self._read():
+            if fitted is not None:
+                wanted = self._after_rectifier(patches, wanted, stream, *fitted)
+            moments.add(patches, wanted)
+        squares, products = moments.second(centered=self.free)
+        weight = regression_target(old, squares, products)
+        return Target(weight, squares, moments if self.free else None)
+
+    def _read(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:  # (g, n, D), (g, n, o), (g, n, o)
+        layer, groups = self.layer, getattr(self.layer, "groups", 1)
+        outputs = self.pairs[0].y.shape[-1 if isinstance(layer, nn.Linear) else -1 - len(cast(Any, layer).kernel_size)]
+        share = sampled_share(layer, sum(pair.y.numel() for pair in self.pairs) * groups // outputs)
+        for number, pair in enumerate(self.pairs, start=1):
+            chosen = choose_positions(layer, pair.x, share, number)
+            wanted = outputs_at(layer, pair.x, pair.y, chosen)
+            stream = None
+            if pair.streams is not None:
+                old, stream = (values_at(layer, pair.x, values, chosen) for values in pair.streams)
+                wanted = wanted + (old - stream) * self._affine(wanted)[2]
+            yield patches_at(layer, pair.x, chosen), wanted, stream
+
+    def _affine(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # (g, 1, o) each
+        """Return the scale and offset from the layer's outputs, less its bias, to what is rectified, and 1 / scale."""
+        norm, bias = self.follows.norm, cast(Tensor | None, self.layer.bias)
+        scale, offset = torch.ones_like(like[:1, 0]).expand(like.shape[0], -1).flatten(), torch.zeros(())
+        if norm is not None:
+            spread = (cast(Tensor, norm.running_var) + norm.eps).sqrt()
+            scale = (1 / spread if norm.weight is None else norm.weight / spread).to(like)
+            offset = -scale * cast(Tensor, norm.running_mean).to(like)
+            offset = offset if norm.bias is None else offset + norm.bias
+        offset = offset if bias is None else offset + scale * bias
+        square = scale.square()
+        inverse = scale / (square + STEADY * square.mean()) if norm is not None else scale
+        shape = (like.shape[0], 1, -1)
+        return scale.reshape(shape), offset.to(scale).expand_as(scale).reshape(shape), inverse.reshape(shape)
+
+    def _after_rectifier(
+        self, patches: Tensor, wanted: Tensor, stream: Tensor | None, weight: Tensor, missing: Tensor | None
+    ) -> Tensor:
+        scale, offset, inverse = self._affine(wanted)
+        offset = offset if stream is None else offset + stream
+        given = patches @ weight.to(patches).mT
+        given = given if missing is None else given + missing.to(given).reshape(len(given), 1, -1)
+        before, after = scale * wanted + offset, scale * given + offset
+        change = torch.where(before > 0, 0.0, after.clamp_max(0.0) - before)
+        return wanted + change * inverse
