@@ -17,7 +17,6 @@ from torch.nn import functional as F
 import cpnorm
 from cpnorm.lab.data.images import ImageSet, augment
 from cpnorm.lab.training.evaluation import calibration_batches, prepared, reestimate_batch_norm
-from cpnorm.lab.training.prebuilt import PrebuiltWeights, rebuilt_weight, trained_layers
 
 if TYPE_CHECKING:
     from cpnorm.lab.training.finetune import Recipe
@@ -39,8 +38,7 @@ class FinetuneStep:
         self.averaged = copy.deepcopy(model)
         self._averages, self._current = _state(self.averaged), _state(model)
         self.optimizers = _optimizers(model, recipe, self.on_gpu)
-        self.network: cpnorm.NetworkWeights | None = None
-        self.prebuilt = self._prebuilt() if self.on_gpu and recipe.rebuild and self.layers else None
+        self.fused = self._fused() if recipe.rebuild and recipe.optimizer == "adamw" else None
         self.order = torch.zeros(len(data.train_labels), dtype=torch.long, device=device)
         self.offsets = torch.arange(recipe.batch_size, device=device)
         self.cursor = torch.zeros((), dtype=torch.long, device=device)
@@ -59,18 +57,15 @@ class FinetuneStep:
                     module.to(torch.bfloat16)
         return teacher
 
-    def _prebuilt(self) -> PrebuiltWeights | None:
-        """Return what builds all weights at once and trains their terms by kernels."""
-        if len(self.layers) < sum(isinstance(module, cpnorm.CPLayer) for module in self.model.modules()):
-            return None  # tied layers have more than one gradient
+    def _fused(self) -> cpnorm.FusedTrainStep | None:
+        """Return what builds all weights at once and trains their terms by kernels; None where there are no kernels."""
+        modules = [module for module in self.model.modules() if isinstance(module, cpnorm.CPLayer)]
+        layers = [layer for layer in self.layers if cpnorm.FusedTrainStep.supports(layer)]
+        if not layers or len(modules) > len(self.layers):  # tied layers have more than one gradient
+            return None
         cpnorm.renormalize(self.model)
-        self.network = cpnorm.NetworkWeights(self.model)
-        self.network.trust_columns()
-        self.network.enabled = False
-        trained = trained_layers(self.model, self.optimizers[0], self.recipe.precision, early=False)
-        for group in trained:
-            group.terms.multiply()
-        return PrebuiltWeights(dict.fromkeys(self.layers, "rebuild"), self.recipe.precision, rebuilt_weight, trained)
+        dtype = torch.bfloat16 if self.recipe.precision == "bf16" else torch.float32
+        return cpnorm.FusedTrainStep(layers, self.optimizers[0], dtype)
 
     def begin_epoch(self, order: Tensor) -> None:
         """Set the order of the images."""
@@ -110,19 +105,17 @@ class FinetuneStep:
         index = self.order[self.cursor + self.offsets]
         x = prepared(augment(data.train_images[index], recipe.augment), data)
         self._zero_grad()
-        if self.prebuilt:
-            self.prebuilt.hold()
+        if self.fused:
+            self.fused.build()
         with torch.autocast(x.device.type, torch.bfloat16, enabled=recipe.precision == "bf16"):
             logits = self.model(x).float()
         loss = self._loss(x, logits, data.train_labels[index])
         loss.backward()
-        if self.prebuilt:
-            self.prebuilt.backward()  # includes the step of the terms that kernels train
-            self.prebuilt.release()
+        if self.fused:
+            self.fused.step()
         for optimizer in self.optimizers:
             optimizer.step()
-        by_kernels = sum(len(group.layers) for group in self.prebuilt.trained) if self.prebuilt else 0
-        if by_kernels < len(self.layers):
+        if len(self.layers) > (len(self.fused.layers) if self.fused else 0):
             cpnorm.renormalize(self.model)
         self.cursor += recipe.batch_size
         self.loss += loss.detach()
@@ -164,8 +157,8 @@ class FinetuneStep:
 
     def close(self) -> None:
         """Let the layers build their own weights again."""
-        if self.network:
-            self.network.remove()
+        if self.fused:
+            self.fused.release()
 
 
 def _state(model: nn.Module) -> list[Tensor]:
