@@ -261,8 +261,8 @@ def normalize(
 def augment(images: Tensor, mode: Augmentation, generator: torch.Generator | None = None) -> Tensor:  # (N, C, H, W)
     """Augment each image: a random crop of it with 4 black pixels around, then a mirror image by chance, then a hole.
 
-    The mode names what is done: "crop", "crop-flip", "crop-cutout", "crop-flip-cutout", or "none"; "shift" is a crop with
-    2 black pixels around. The hole is a black square of 8 x 8 pixels whose centre lies anywhere in the image.
+    The mode names what is done: "crop", "crop-flip", "crop-cutout", "crop-flip-cutout", or "none"; "shift" is a crop
+    with 2 black pixels around. The hole is a black square of 8 x 8 pixels whose centre lies anywhere in the image.
 
     A few kernels that do not depend on the values, so that they can be compiled and recorded in a CUDA graph.
     """
