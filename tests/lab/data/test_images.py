@@ -361,7 +361,7 @@ def test_cutout_blackens_one_square_that_may_hang_over_the_edge() -> None:
 
 
 def test_augment_refuses_an_unknown_mode() -> None:
-    with pytest.raises(ValueError, match=r"expected augmentation to be one of none, crop, crop-flip, .*, got 'rotate'"):
+    with pytest.raises(ValueError, match=r"expected augmentation to be one of none, shift, .*, got 'rotate'"):
         augment(COLOUR, "rotate")  # type: ignore[arg-type]
 
 
