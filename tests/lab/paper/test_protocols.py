@@ -105,7 +105,7 @@ def test_cuts_ask_for_three_networks_whatever_the_seeds(tmp_path: Path) -> None:
     assert [str(job) for job in jobs[:3]] == [f"svhn/cp-sgd, seed {seed}" for seed in range(3)]
     assert [job.row.key for job in jobs[3:]] == ["compress-svhn/50"] * 6
     assert jobs[3].needs(jobs[2])
-    assert not jobs[3].needs(Job(CODE.row("svhn/cp-sgd"), 3, protocol=CODE))
+    assert jobs[3].needs(Job(CODE.row("svhn/cp-sgd"), 3, protocol=CODE))  # if it is run anyway: it may be the best
 
 
 def test_seeds_are_dealt_out_to_the_best_networks(tmp_path: Path) -> None:

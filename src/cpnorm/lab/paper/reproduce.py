@@ -59,7 +59,7 @@ class Job:
         """Return True if it starts from the other's network, or may do so once all networks are known."""
         if self.row.truncation is None or other.row.key != self.row.starts_from:
             return False
-        return other.seed in self.row_seeds(other.seed)
+        return self.row.start != "same" or other.seed == self.seed
 
     def row_seeds(self, *asked: int) -> Iterable[int]:
         """Return the seeds of the row it starts from that have to be there, where ``asked`` are run anyway."""
