@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import UserDict
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -280,3 +282,27 @@ def test_a_refit_by_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch, batches:
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(models[0][0].bias, network()[0].bias, atol=1e-3)  # there was something to refit
+
+
+class Wrapped(nn.Module):
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.wrap = cpnorm.canonical_norm(nn.Linear(6, 3)), wrap
+
+    def forward(self, x: Tensor) -> Any:
+        return self.wrap(self.layer(x))
+
+
+@pytest.mark.parametrize("wrap", [lambda y: (y, None), lambda y: {"logits": y}], ids=["tuple", "dict"])
+@pytest.mark.parametrize("how", [{"rate": 0.5, "criterion": "taylor"}, {"loss": 0.1}], ids=str)
+def test_a_loss_that_does_not_take_the_outputs_is_answered_with_what_to_give(
+    wrap: Callable[[Tensor], Any], how: dict[str, Any]
+) -> None:
+    model, data = Wrapped(wrap), [(torch.randn(8, 6), torch.randint(3, (8,)))]
+    with pytest.raises(TypeError, match=r"loss_function: the model returns a (tuple|dict), .* such as loss_function="):
+        cpnorm.truncate(model, **how, data=data)
+
+    def takes_all(outputs: Any, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs["logits"] if isinstance(outputs, dict) else outputs[0], targets)
+
+    cpnorm.truncate(model, **how, data=data, loss_function=takes_all)

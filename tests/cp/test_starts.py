@@ -34,7 +34,7 @@ def test_the_fit_is_no_worse_than_parafac_s(shape: tuple[int, ...], rank: int, n
             assert found > 0.999
 
 
-@pytest.mark.parametrize("scale", [1e-35, 1e-25, 1e-19, 1e-10, 1e10])
+@pytest.mark.parametrize("scale", [1e-35, 1e-25, 1e-19, 1e-10, 1e10, 1.8e19, 1e25, 1e38])
 def test_the_length_of_vectors_does_not_matter(scale: float) -> None:
     torch.manual_seed(0)
     layer = cpnorm.canonical_norm(torch.nn.Conv2d(4, 6, 3), rank=5, init="kaiming_normal")

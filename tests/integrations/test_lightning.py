@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import cpnorm
-from cpnorm.integrations import one_process
+from cpnorm.integrations import whole_or_replicas
 from integrations.small import STEPS, batches, has_unit_columns, largest_difference, network, sgd, trained
 
 lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install 'cpnorm[lightning]'")
@@ -85,9 +85,11 @@ def test_steps_are_those_of_the_optimizer(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(calls) == STEPS // 2
 
 
-def test_ddp_cannot_follow_a_truncation() -> None:
-    with pytest.raises(ValueError, match="expected one process for a truncation while training, got 2"):
-        one_process(2)
+def test_other_wrappers_than_ddp_are_named() -> None:
+    model = network()
+    assert whole_or_replicas(model, model, 1) is model
+    with pytest.raises(ValueError, match=r"expected a DistributedDataParallel .* while 2 processes train, got a Data"):
+        whole_or_replicas(model, nn.DataParallel(model), 2)
 
 
 def test_a_checkpoint_from_before_a_truncation_is_loaded(tmp_path: Path) -> None:

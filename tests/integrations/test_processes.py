@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
+from integrations.callbacks_in_processes import with_lightning, with_transformers
 from integrations.cut_in_processes import cut_and_trained, share
 from integrations.small import has_unit_columns, largest_difference, network, trained
 
@@ -42,3 +44,16 @@ def test_two_processes_that_truncate_end_where_one_does(tmp_path: Path) -> None:
     for rank in range(2):
         for kind, state in torch.load(tmp_path / f"{rank}.pt").items():
             assert largest_difference(state, whole) < 1e-4, (rank, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # those of the frameworks
+def test_callbacks_truncate_in_two_processes_as_in_one(tmp_path: Path) -> None:
+    for package in ("lightning", "transformers", "accelerate"):
+        pytest.importorskip(package)
+    run_in_two_processes("callbacks_in_processes.py", tmp_path)
+    wholes = {"lightning": with_lightning(tmp_path), "transformers": with_transformers(tmp_path)}
+    for kind, whole in wholes.items():
+        assert whole["3.lambdas"].shape != network().state_dict()["3.lambdas"].shape
+        for rank in range(2):
+            assert largest_difference(torch.load(tmp_path / f"{rank}.pt")[kind], whole) < 1e-4, (rank, kind)

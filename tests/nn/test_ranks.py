@@ -32,6 +32,11 @@ def test_the_budget_is_met_within_one_percent(params: int, with_modes: bool) -> 
     assert ranks["classifier.6"] == 10  # small layers are cheap: they keep all they can use
 
 
+def test_a_share_of_the_plain_model() -> None:
+    model = alexnet()
+    assert ranks_for_budget(model, params=0.1) == ranks_for_budget(model, params=weights(model) // 10)
+
+
 def test_close_to_the_best_of_all_choices() -> None:
     """Greedy choices may miss the best by what one term is worth, since terms do not fill a budget exactly."""
     model = nn.Sequential(nn.Linear(12, 6), nn.ReLU(), nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 4))

@@ -45,6 +45,8 @@ CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
         torch.randn(sum(p.numel() for p in model.parameters())), model.parameters()
     ),
     "data in place, then eval": lambda model: (model[0].lambdas.data.mul_(2), model.eval()),
+    "data of all parameters in place": lambda model: [parameter.data.mul_(0.5) for parameter in model.parameters()],
+    "averaged weights copied to data": lambda model: [p.data.copy_(p.data + 0.1) for p in model.parameters()],
     "truncate": lambda model: cpnorm.truncate(model, rate=0.5),
     "replace_terms": lambda model: replaced(model[0]),
     "weight": lambda model: setattr(model[3], "weight", torch.randn(128, 128)),

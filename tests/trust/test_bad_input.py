@@ -260,6 +260,18 @@ BAD: dict[str, list[Bad]] = {
             lambda m: truncate(m, rate=0.5, data=[images().numpy()]),
             "data: expected tensors, got a ndarray: use torch.from_numpy",
         ),
+        Bad(
+            lambda m: truncate(m, rate=0.5, data=[(images().numpy(), images().numpy())]),
+            "data: expected tensors, got a ndarray: use torch.from_numpy",
+        ),
+        Bad(
+            lambda m: truncate(m, params=50),
+            "got 50; a share of the dense model is a float .* such as params=0.1",
+        ),
+        Bad(
+            lambda m: truncate(m, rate=0.5, data=[("a", "b")]),
+            "data: expected tensors in a batch, got a str and no tensor",
+        ),
         *each(
             lambda m, x: truncate(m, rate=0.5, optimizer=x),
             {"sgd": "expected a torch.optim.Optimizer, several"},
@@ -399,6 +411,7 @@ RESULTS = {
     "CPLayer",
 }  # not called by users
 RESULTS |= {"Shrunk", "ShrinkReport", "Sweep"}
+RESULTS |= {"FusedTrainStep"}  # needs a GPU: see tests/gpu
 
 
 def parts(**changes: Any) -> tuple[Any, ...]:

@@ -41,8 +41,11 @@ def as_batches(data: Any, samples: int | None = None) -> list[Batch]:
 
 
 def _as_batch(batch: Any) -> Batch:
-    if type(batch).__module__.partition(".")[0] == "numpy":
-        raise TypeError(f"data: expected tensors, got a {type(batch).__name__}: use torch.from_numpy")
+    leaves = pytree.tree_leaves(batch)
+    for array in (leaf for leaf in leaves if type(leaf).__module__.partition(".")[0] == "numpy"):
+        raise TypeError(f"data: expected tensors, got a {type(array).__name__}: use torch.from_numpy")
+    if leaves and all(isinstance(leaf, str | bytes | int | float | None) for leaf in leaves):
+        raise TypeError(f"data: expected tensors in a batch, got a {type(leaves[0]).__name__} and no tensor")
     if isinstance(batch, Tensor):
         return batch, None
     if isinstance(batch, Mapping):

@@ -120,11 +120,26 @@ def mean_loss(
     with evaluating(model):
         for inputs, targets in batches:
             samples = next(n for n in (_length(targets), _length(inputs), 1) if n is not None)
-            total += float(loss_function(run(model, inputs, instead), to_device_of(model, targets))) * samples
+            total += float(_loss(loss_function, run(model, inputs, instead), to_device_of(model, targets))) * samples
             count += samples
     if not count or not math.isfinite(total):
         raise ValueError(f"expected data with a finite loss, got {total} over {count} samples")
     return total / count
+
+
+def _loss(loss_function: LossFunction, outputs: Any, targets: Any) -> Any:
+    """Return the loss; where the model returns no tensor, say which argument has to know what it returns."""
+    try:
+        return loss_function(outputs, targets)
+    except (TypeError, AttributeError, ValueError) as error:
+        if isinstance(outputs, Tensor):
+            raise
+        part = "outputs['logits']" if isinstance(outputs, Mapping) else "outputs[0]"
+        raise TypeError(
+            f"loss_function: the model returns a {type(outputs).__name__}, which the loss function does not take "
+            f"({error}): give one that does, such as loss_function=lambda outputs, targets: "
+            f"torch.nn.functional.cross_entropy({part}, targets)"
+        ) from error
 
 
 def _length(batch: Any) -> int | None:
@@ -152,7 +167,7 @@ def taylor_scores(
     scores = [torch.zeros_like(values, dtype=torch.float64) for values in lambdas.values()]
     with evaluating(model), torch.enable_grad():
         for inputs, targets in batches:
-            loss = loss_function(run(model, inputs, lambdas), to_device_of(model, targets))
+            loss = _loss(loss_function, run(model, inputs, lambdas), to_device_of(model, targets))
             if not loss.requires_grad:
                 raise ValueError("expected a differentiable loss function for criterion='taylor'")
             gradients = torch.autograd.grad(loss, list(lambdas.values()), allow_unused=True)

@@ -45,7 +45,10 @@ def choose_ranks(
             now += sum(each.costs[0] - layers[name].cp.numel() for name, each in options.items())
         least = now - sum(each[-1] for each in saved.values())
         if amount < least:
-            raise ValueError(f"expected {budget} >= {int(least):,}, which leave every layer one term, got {amount:,}")
+            share = f"; a share of the dense model is a float up to 1, such as {budget}=0.1" if amount <= 100 else ""
+            raise ValueError(
+                f"expected {budget} >= {int(least):,}, which leave every layer one term, got {amount:,}{share}"
+            )
         return kept_at(budgets.spend(sequence, saved, now - amount))
     if budget == "energy":
         grams = {name: layer.cp.to(torch.float64).gram() for name, layer in layers.items()}

@@ -17,7 +17,7 @@ from cpnorm.compress.probe import Batch, LossFunction, mean_loss, output_gram, t
 from cpnorm.compress.refit import Fitted, fit
 from cpnorm.compress.sequence import Refitted, has_statistics, refit_in_sequence
 from cpnorm.compress.truncation_arguments import FITTED_TO_DATA, expect_finite
-from cpnorm.cp.tensor import inverse_norms
+from cpnorm.cp.tensor import scaled_columns
 from cpnorm.nn.canonical import CPLayer, tie_key
 
 Progress = Callable[[str, int, int], None]
@@ -126,7 +126,7 @@ def _eliminate(layer: CPLayer, criterion: str, moments: Tensor | None) -> Elimin
     """Order terms by what each does to the weight or, with moments, to the outputs, as a share of what all do."""
     tiny = torch.finfo(torch.float64).tiny
     if criterion == "lambda" and moments is None:
-        alive = torch.stack([inverse_norms(factor) != 0 for factor in layer.factors]).all(0)
+        alive = torch.stack([scaled_columns(factor)[2] != 0 for factor in layer.factors]).all(0)
         squares = layer.lambdas.double().square() * alive
     else:
         gram = layer.cp.to(torch.float64).gram() if moments is None else output_gram(layer, moments)

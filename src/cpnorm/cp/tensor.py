@@ -62,29 +62,31 @@ def aligned(matrix: Tensor) -> Tensor:  # (d, R) -> (d, R rounded up to 8 on a G
     return torch.nn.functional.pad(matrix, (0, missing)) if missing and matrix.is_cuda else matrix
 
 
-def inverse_norms(factor: Tensor) -> Tensor:  # (d, R) -> (R,)
-    """Return 1 / 2-norm of each column, at least in float32; 0 for a column of zeros, and no gradient there.
+def scaled_columns(factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # (d, R) -> (d, R), (R,), (R,)
+    """Return the columns over their largest entry, these entries, and 1 / 2-norm of each divided column.
 
-    Columns are divided by their largest entry first, so that squares of short ones do not vanish. The result is 0 also
-    for a norm above 1.8e19, whose square is infinite: training has run wild, and goes on without the term.
+    All are at least in float32. Divided first, squares of the shortest and of the longest vectors stay in range. The
+    inverse norm is 0, without a gradient, for a column of zeros and for one with an infinite entry, whose direction is
+    unknown: training goes on without the term. A column with NaN stays NaN, for all to see.
     """
     wide = factor.float() if factor.dtype in (torch.float16, torch.bfloat16) else factor
     limits = torch.finfo(wide.dtype)
     if type(wide).__name__ == "DTensor":  # a process may hold no row, of which there is no largest entry
         squares = wide.square().sum(0)
         alive = ~(squares <= limits.tiny)
-        return torch.where(alive, torch.where(alive, squares, 1.0).rsqrt(), 0.0)
+        return wide, torch.ones_like(squares), torch.where(alive, torch.where(alive, squares, 1.0).rsqrt(), 0.0)
     largest = wide.detach().abs().amax(0)
-    alive = ~((largest < limits.tiny) | (largest >= limits.max**0.5))  # NaN is no zero: it stays, for all to see
-    scale = torch.where(alive & largest.isfinite(), largest, 1.0)
-    squares = (wide / scale).square().sum(0)
-    inverse = torch.where(alive, squares, 1.0).rsqrt() / scale
-    return torch.where(alive & ~(inverse < limits.max**-0.5), inverse, 0.0)
+    alive = ~((largest < limits.tiny) | (largest == torch.inf))
+    scale = torch.where(alive & ~largest.isnan(), largest, 1.0)
+    scaled = wide / scale
+    squares = torch.where(alive, scaled.square().sum(0), 1.0)
+    return scaled, scale, torch.where(alive, squares.rsqrt(), 0.0)
 
 
 def unit_columns(factor: Tensor) -> Tensor:  # (d, R) -> (d, R)
     """Return the columns divided by their 2-norm; a column of zeros stays zero, and so does its gradient."""
-    return (factor * inverse_norms(factor)).to(factor.dtype)
+    scaled, _, inverse = scaled_columns(factor)
+    return (scaled * inverse).to(factor.dtype)
 
 
 class UnitTerms(torch.autograd.Function):
@@ -108,7 +110,7 @@ class UnitTerms(torch.autograd.Function):
         # linear in each vector of a term, so that the shortcut does not hold for its gradients.
         ctx.differentiated_twice = torch.is_grad_enabled() or getattr(ctx, "differentiated_twice", False)
         if ctx.differentiated_twice:
-            units = [(f * inverse_norms(f), inverse_norms(f)) for f in factors]
+            units = [(scaled * inverse, inverse / scale) for scaled, scale, inverse in map(scaled_columns, factors)]
             return scale_gradient, *((g - u * (u * g).sum(0)) * n for g, (u, n) in zip(gradients, units, strict=True))
         radial = scales * scale_gradient
         parts = (torch.addcmul(g, f, radial, value=-1) for g, f in zip(gradients, factors, strict=True))

@@ -26,13 +26,17 @@ def scalars(model: nn.Module) -> dict[str, float]:
     return numbers
 
 
-def one_process(processes: int) -> None:
-    """Raise if a callback would truncate in several processes: it has the model, not the wrapper around it."""
-    if processes > 1:
-        raise ValueError(
-            f"expected one process for a truncation while training, got {processes}: truncate before training, or call "
-            "cpnorm.truncate on the DistributedDataParallel in every process"
-        )
+def whole_or_replicas(model: nn.Module, wrapped: Any, processes: int) -> nn.Module:
+    """Return what a callback truncates: the model, or in several processes the DistributedDataParallel around it."""
+    if processes == 1:
+        return model
+    if isinstance(wrapped, nn.parallel.DistributedDataParallel):
+        return wrapped
+    raise ValueError(
+        f"expected a DistributedDataParallel for a truncation while {processes} processes train, got a "
+        f"{type(wrapped).__name__}: truncate before training, or a model sharded by FSDP2 with "
+        "cpnorm.integrations.fsdp.truncate"
+    )
 
 
 def take_ranks(model: nn.Module, state: dict[str, Any], prefix: str = "", *_: Any) -> None:

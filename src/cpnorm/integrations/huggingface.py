@@ -9,7 +9,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
 from cpnorm import GradualTruncation, NetworkWeights
-from cpnorm.integrations import one_process, scalars, take_ranks
+from cpnorm.integrations import scalars, take_ranks, whole_or_replicas
 
 
 class CanonicalCallback(TrainerCallback):
@@ -17,6 +17,7 @@ class CanonicalCallback(TrainerCallback):
 
     The callback renormalises after every optimizer step and logs sigma and lambda after every epoch. With ``steps`` and
     a budget (``params=200_000``, ``rate=0.75``, ...) it also takes one step of ``GradualTruncation`` after every epoch.
+    Under DDP all processes truncate alike, on the data of all.
     """
 
     def __init__(self, trainer: Trainer, *, steps: int | None = None, **budget: Any) -> None:
@@ -28,8 +29,8 @@ class CanonicalCallback(TrainerCallback):
     def on_train_begin(self, *_: Any, model: nn.Module, optimizer: Any, **__: Any) -> None:
         self.weights = NetworkWeights(model)
         if self.steps is not None:
-            one_process(self.trainer.args.world_size)
-            self.gradual = GradualTruncation(model, optimizer, steps=self.steps, **self.budget)
+            whole = whole_or_replicas(model, self.trainer.model_wrapped, self.trainer.args.world_size)
+            self.gradual = GradualTruncation(whole, optimizer, steps=self.steps, **self.budget)
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         if self.weights is not None:

@@ -8,14 +8,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.hooks import RemovableHandle
 
 from cpnorm import GradualTruncation, renormalize_after
-from cpnorm.integrations import one_process, scalars, take_ranks
+from cpnorm.integrations import scalars, take_ranks, whole_or_replicas
 from cpnorm.nn.training import holds_terms
 
 
 class CanonicalCallback(Callback):
     """Train a LightningModule with canonical layers: ``Trainer(callbacks=[CanonicalCallback()])``.
 
-    With ``steps=3, every=2`` and a budget of ``GradualTruncation`` it truncates after epochs 2, 4 and 6.
+    With ``steps=3, every=2`` and a budget of ``GradualTruncation`` it truncates after epochs 2, 4 and 6. Under DDP all
+    processes truncate alike, on the data of all.
     """
 
     def __init__(self, *, steps: int | None = None, every: int = 1, **budget: Any) -> None:
@@ -33,14 +34,15 @@ class CanonicalCallback(Callback):
         ours = [optimizer for optimizer in trainer.optimizers if holds_terms(optimizer, pl_module)]
         self.handles = [renormalize_after(optimizer, pl_module) for optimizer in ours or trainer.optimizers[:1]]
         if self.steps is not None:
-            one_process(trainer.world_size)
-            self.gradual = GradualTruncation(pl_module, trainer.optimizers, steps=self.steps, **self.budget)
+            model = whole_or_replicas(pl_module, trainer.model, trainer.world_size)
+            self.gradual = GradualTruncation(model, trainer.optimizers, steps=self.steps, **self.budget)
             self.gradual.load_state_dict(self.resumed or self.gradual.state_dict())
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.gradual is not None and (trainer.current_epoch + 1) % self.every == 0:
             self.gradual.step()
-        pl_module.log_dict(scalars(pl_module))
+        # The numbers are the same in all processes: the mean over them is for Lightning, which warns without it.
+        pl_module.log_dict(scalars(pl_module), sync_dist=trainer.world_size > 1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for handle in self.handles:

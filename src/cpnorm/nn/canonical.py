@@ -35,7 +35,8 @@ class CPLayer(CanonicalTerms):
         """The dense weight, rebuilt at each read; gradients flow through it.
 
         In eval mode without gradients it is kept until a parameter changes. A change in place of ``parameter.data`` is
-        not noticed before the next call of ``train()`` or ``eval()``: change the parameter itself under ``no_grad``.
+        noticed at once on the CPU if it reaches the lambdas, else at the next call of ``train()`` or ``eval()``: change
+        the parameter itself under ``no_grad``.
 
         It is a result: writing to it raises a RuntimeError. A tensor assigned to it is decomposed, and a ValueError
         says so if the layer has too few terms to hold it exactly.
@@ -75,9 +76,11 @@ class CPLayer(CanonicalTerms):
             prebuilt.in_evaluation = True
             prebuilt.memory = tuple([parameter.detach() for parameter in parameters])
             prebuilt.addresses = [parameter.data_ptr() for parameter in parameters]
+            if not parameters[1].is_cuda:  # which would have to wait for each comparison
+                prebuilt.lambdas = parameters[1].detach().clone()
 
     def train(self, mode: bool = True) -> CPLayer:
-        """Set the mode as torch does, and forget a kept weight: writes to ``parameter.data`` leave no other trace."""
+        """Set the mode as torch does, and forget a kept weight: writes to ``parameter.data`` may leave no trace."""
         prebuilt = self._form.prebuilt
         if prebuilt is not None and prebuilt.in_evaluation:
             self._form.prebuilt = None
@@ -103,6 +106,7 @@ class CPLayer(CanonicalTerms):
         if prebuilt.in_evaluation:
             moved = [tensor.data_ptr() for tensor in current] != prebuilt.addresses
             unfit = moved or (torch.is_grad_enabled() and lambdas.requires_grad)
+            unfit = unfit or (prebuilt.lambdas is not None and not torch.equal(lambdas, prebuilt.lambdas))
         else:
             unfit = first.device != lambdas.device or lambdas.dtype != prebuilt.dtype
         if (

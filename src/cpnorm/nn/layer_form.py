@@ -22,6 +22,7 @@ class Prebuilt:
     versions: list[int] | None = None  # of these and of the weight; None: its maker replaces it in time
     memory: tuple[Tensor, ...] = ()  # that of the parameters; held, so that other data cannot get the same address
     addresses: list[int] | None = None  # where it begins
+    lambdas: Tensor | None = None  # their values, on the CPU: writes to ``parameter.data`` leave no other trace
     in_evaluation: bool = False  # kept over many calls; in training every forward pass builds it
     dtype: torch.dtype | None = None  # of the parameters; the weight has another one under autocast
 

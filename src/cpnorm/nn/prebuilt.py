@@ -13,9 +13,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from cpnorm.cp.tensor import inverse_norms, khatri_rao, split_modes
+from cpnorm.cp.tensor import khatri_rao, scaled_columns, split_modes
 from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.convert import canonical_layers, including_tied
 from cpnorm.nn.layer_form import Prebuilt, compute_dtype
@@ -125,14 +124,28 @@ class _BuildWeights(torch.autograd.Function):
         return tuple(weight.detach() for weight in owner.built(program))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *d_weights: Tensor | None) -> tuple[Any, ...]:
         if ctx.versions != ctx.owner.current_versions():
             raise RuntimeError(
                 "canonical parameters were changed in place between the forward and the backward pass, which needs "
                 "them as they were"
             )
+        if torch.is_grad_enabled():  # create_graph=True
+            return None, None, *_differentiable_gradients(ctx.owner.trained_layers(), d_weights)
         return None, None, *ctx.program.gradients(d_weights)
+
+
+def _differentiable_gradients(layers: Sequence[CPLayer], d_weights: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return what ``Program.gradients`` does, as functions of the terms and of ``d_weights``, for a second backward."""
+    found: list[Tensor | None] = []
+    for layer, d_weight in zip(layers, d_weights, strict=True):
+        terms = layer.canonical_parameters()
+        if d_weight is None:
+            found += [None] * len(terms)
+        else:
+            weight = layer.cp.to_dense().reshape(weight_shape(layer))
+            found += torch.autograd.grad(weight, terms, d_weight.to(weight.dtype), create_graph=True)
+    return found
 
 
 class NetworkWeights:
@@ -395,7 +408,7 @@ def renormalize_terms(factors: Sequence[Tensor], lambdas: Sequence[Tensor]) -> N
     if len(factors) != len(lambdas):
         raise ValueError(f"expected the lambdas of each of {len(factors)} factors, got {len(lambdas)}")
     for factor, scales in zip(factors, lambdas, strict=True):
-        inverse = inverse_norms(factor)
+        scaled, _, inverse = scaled_columns(factor)
         dead = inverse == 0
-        factor.mul_(inverse).masked_fill_(dead, factor.shape[0] ** -0.5)
+        factor.copy_(scaled * inverse).masked_fill_(dead, factor.shape[0] ** -0.5)
         scales.masked_fill_(dead, 0.0)

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from cpnorm._checks import check_type, is_number
+from cpnorm._checks import check_model, check_type, is_number
 from cpnorm.cp.decompose import exact_rank
 from cpnorm.nn.canonical import count_parameters
 from cpnorm.nn.convert import Skip, convertible_layers, modes_of, spread_over_tied
 
 
 def ranks_for_budget(
-    model: nn.Module, *, params: int, modes: Mapping[str, Sequence[int]] | None = None, skip: Skip = ()
+    model: nn.Module, *, params: float, modes: Mapping[str, Sequence[int]] | None = None, skip: Skip = ()
 ) -> dict[str, int]:
     """Return ranks with which ``canonical_norm`` gives a plain model at most ``params`` parameters, biases included.
 
@@ -25,7 +25,8 @@ def ranks_for_budget(
 
     Args:
         model: a model with plain layers.
-        params: the most parameters that the whole canonical model may have.
+        params: the most parameters that the whole canonical model may have: a number, or as a float up to 1 a share of
+            the plain model's.
         modes: as for ``canonical_norm``.
         skip: as for ``canonical_norm``.
 
@@ -35,6 +36,9 @@ def ranks_for_budget(
     """
     if not is_number(params):
         raise ValueError(f"expected a number as params, got {params!r}")
+    if isinstance(params, float) and 0 < params <= 1:
+        check_model(model)
+        params = int(params * count_parameters(model))
     check_type(modes, (Mapping, type(None)), "a mapping from layer names to shapes as modes")
     layers = convertible_layers(model, skip)
     modes = spread_over_tied("modes", modes or {}, layers, "convert")

@@ -58,7 +58,7 @@ def renormalize_after(optimizer: torch.optim.Optimizer, model: nn.Module) -> Ren
     From then on all weights of the model are built together, once per forward pass, and all gradients of sigma, lambda
     and the vectors are computed together at the end of the backward pass. On a GPU each of these is a few launches
     for the whole network. Gradients are the same as without it, and hooks, clipping, accumulation, GradScaler and DDP
-    see ordinary gradients. Double backward is not supported while it is on.
+    see ordinary gradients; with ``create_graph=True`` these can be differentiated again.
 
     Args:
         optimizer: the optimizer that trains the canonical parameters.
