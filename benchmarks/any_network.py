@@ -24,6 +24,7 @@ import copy
 import gc
 import importlib.util
 import json
+import math
 import os
 import platform
 import statistics
@@ -38,20 +39,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import cpnorm
+from cpnorm.lab.training.models import alexnet
 
-NETWORKS = ("resnet18-224", "resnet50-224", "resnet18-32", "vit_small", "gpt2")
-BATCHES = {"resnet18-224": 64, "resnet50-224": 64, "resnet18-32": 512, "vit_small": 64, "gpt2": 8}
+BATCHES = {"resnet18-224": 64, "resnet50-224": 64, "resnet18-32": 512, "vit_small": 64, "gpt2": 8, "alexnet-32": 64}
+NETWORKS = tuple(BATCHES)
 VARIANTS = ("plain", "weight norm", "canonical, exact", "canonical, rank .25", "canonical, cut to 5 %")
 
 
 def build(name: str) -> nn.Module:
-    """Return a network by somebody else."""
+    """Return the network; all but the paper's are by other people."""
     if name == "gpt2":
         from transformers import GPT2Config, GPT2LMHeadModel
 
         from cpnorm.integrations.huggingface import linears_for_conv1d
 
         return linears_for_conv1d(GPT2LMHeadModel(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)))
+    if name == "alexnet-32":  # the paper's
+        return alexnet(classes=100)
     import timm
 
     if name == "vit_small":
@@ -101,7 +105,9 @@ def variant(name: str, plain: nn.Module, kind: str) -> nn.Module:
     elif kind == "tensorly-torch":
         import peers
 
-        peers.tensorly_torch(model, None, "reconstructed")
+        layers = {n: m.weight.shape for n, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
+        ranks = {n: math.prod(shape) // max(shape) for n, shape in layers.items() if n not in skip}
+        return peers.tensorly_torch(model, ranks, "reconstructed")
     return model
 
 
@@ -239,7 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--network", choices=NETWORKS, action="append")
-    parser.add_argument("--variant", choices=VARIANTS, action="append")
+    parser.add_argument("--variant", choices=(*VARIANTS, "tensorly-torch"), action="append")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calls", type=int, default=10)
