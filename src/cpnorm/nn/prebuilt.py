@@ -296,7 +296,8 @@ class NetworkWeights:
         if not self._traces():
             return
         dtype = compute_dtype(self._layers[0].lambdas)
-        weights = build_weights(self._number, dtype, self.trained_terms())
+        shapes = [weight_shape(layer) for layer in self.trained_layers()]
+        weights = build_weights(self._number, dtype, self.trained_terms(), shapes)
         for index, weight in zip(self._trained, weights, strict=True):
             for layer in self._tied[index]:
                 layer._form.prebuilt = Prebuilt((weight,))

@@ -1,7 +1,12 @@
-"""``NetworkWeights`` as operators, which compilers keep as they are."""
+"""``NetworkWeights`` as operators, which compilers keep as they are.
+
+All weights are one tensor there, and so are all gradients: an operator with one result is cheaper to compile and to
+call than one with a hundred.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -11,6 +16,8 @@ import torch
 from torch import Tensor
 
 from cpnorm.nn.planner import weight_shape
+
+ALIGNED = 16  # each tensor begins at a multiple of this many numbers
 
 # A compiled program can refer to a Python object by number only.
 _owners: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -24,9 +31,27 @@ def number_of(owner: Any) -> int:
     return number
 
 
-def build_weights(owner: int, dtype: torch.dtype, terms: Sequence[Tensor]) -> list[Tensor]:
-    """Return the weights of all trained layers of an owner; gradients flow back to the terms."""
-    return torch.ops.cpnorm.build_weights(list(terms), owner, dtype)
+def build_weights(owner: int, dtype: torch.dtype, terms: Sequence[Tensor], shapes: Sequence[Any]) -> list[Tensor]:
+    """Return the weights of all trained layers of an owner, of these shapes; gradients flow back to the terms."""
+    return _unpacked(torch.ops.cpnorm.build_weights(list(terms), owner, dtype), shapes)
+
+
+def _sizes(shapes: Sequence[Any]) -> list[int]:
+    """Return how many numbers each tensor takes, and how many there are in front of the next one, in turns."""
+    counts = [math.prod(shape) for shape in shapes]
+    return [size for count in counts for size in (count, -count % ALIGNED)]
+
+
+def _unpacked(flat: Tensor, shapes: Sequence[Any]) -> list[Tensor]:
+    parts = flat.split(_sizes(shapes))
+    return [part.view(shape) for part, shape in zip(parts[::2], shapes, strict=True)]
+
+
+def _packed(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    shapes = [tensor.shape for tensor in tensors]
+    flat = torch.zeros(sum(_sizes(shapes)), dtype=dtype, device=tensors[0].device)
+    torch._foreach_copy_(_unpacked(flat, shapes), list(tensors))
+    return flat
 
 
 @cache
@@ -34,35 +59,32 @@ def _operators() -> tuple[Callable[..., Any], ...]:
     """Register the operators, when the first model is trained."""
 
     @torch.library.custom_op("cpnorm::build_weights", mutates_args=())
-    def build(terms: list[Tensor], owner: int, dtype: torch.dtype) -> list[Tensor]:
-        weights = _owners[owner].program(dtype).build()
-        return [weight.clone(memory_format=torch.contiguous_format) for weight in weights]
+    def build(terms: list[Tensor], owner: int, dtype: torch.dtype) -> Tensor:
+        return _packed(_owners[owner].program(dtype).build(), dtype)
 
     @build.register_fake
-    def _(terms: list[Tensor], owner: int, dtype: torch.dtype) -> list[Tensor]:
+    def _(terms: list[Tensor], owner: int, dtype: torch.dtype) -> Tensor:
         shapes = [weight_shape(layer) for layer in _owners[owner].trained_layers()]
-        return [terms[0].new_empty(shape, dtype=dtype) for shape in shapes]
+        return terms[0].new_empty(sum(_sizes(shapes)), dtype=dtype)
 
     @torch.library.custom_op("cpnorm::term_gradients", mutates_args=())
-    def gradients(d_weights: list[Tensor], terms: list[Tensor], owner: int, dtype: torch.dtype) -> list[Tensor]:
-        found = _owners[owner].program(dtype).gradients(d_weights)
-        return [gradient.contiguous() for gradient in found]
+    def gradients(d_weights: Tensor, terms: list[Tensor], owner: int, dtype: torch.dtype) -> Tensor:
+        shapes = [weight_shape(layer) for layer in _owners[owner].trained_layers()]
+        found = _owners[owner].program(dtype).gradients(_unpacked(d_weights, shapes))
+        return _packed(found, terms[0].dtype)
 
     @gradients.register_fake
-    def _(d_weights: list[Tensor], terms: list[Tensor], owner: int, dtype: torch.dtype) -> list[Tensor]:
-        return [torch.empty_like(term) for term in terms]
+    def _(d_weights: Tensor, terms: list[Tensor], owner: int, dtype: torch.dtype) -> Tensor:
+        return terms[0].new_empty(sum(_sizes([term.shape for term in terms])))
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         terms, ctx.owner, ctx.dtype = inputs
         ctx.save_for_backward(*terms)
-        ctx.weights = [(weight.shape, weight.dtype, weight.device) for weight in output]
 
-    def backward(ctx: Any, d_weights: list[Tensor | None]) -> tuple[Any, ...]:
-        whole = [
-            torch.zeros(shape, dtype=dtype, device=device) if d is None else d.to(dtype)
-            for d, (shape, dtype, device) in zip(d_weights, ctx.weights, strict=True)
-        ]
-        return gradients(whole, list(ctx.saved_tensors), ctx.owner, ctx.dtype), None, None
+    def backward(ctx: Any, d_weights: Tensor) -> tuple[Any, ...]:
+        terms = list(ctx.saved_tensors)
+        flat = gradients(d_weights.to(ctx.dtype).contiguous(), terms, ctx.owner, ctx.dtype)
+        return _unpacked(flat, [term.shape for term in terms]), None, None
 
     build.register_autograd(backward, setup_context=setup_context)
     return build, gradients
