@@ -1,4 +1,4 @@
-"""Validate the arguments of public functions: one-sentence errors, before anything is changed."""
+"""Validate arguments of public functions before anything is changed, and warn of renamed ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 
 def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and keyword arguments of a model: a tuple is several, a mapping several by name, else one."""
+    """Return positional and keyword arguments of a model: from a tuple, a mapping by name, or a single argument."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     several = isinstance(inputs, tuple) and not hasattr(inputs, "_fields")  # a PackedSequence is one argument
@@ -30,7 +30,7 @@ def check_type(value: Any, kind: type | tuple[type, ...], what: str) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Raise a TypeError unless this is a module; its class, state dict or name is none."""
+    """Raise a TypeError unless this is a torch.nn.Module instance."""
     check_type(model, nn.Module, "a torch.nn.Module")
 
 
@@ -51,17 +51,33 @@ def check_int(name: str, value: Any, least: int = 1, where: str = "") -> int:
 
 
 def is_number(value: Any) -> bool:
-    """Return True for a finite real number of Python, numpy or torch; a bool is none."""
+    """Return True for a finite real number of Python, numpy or torch, but not for a bool."""
     if isinstance(value, Tensor) and value.ndim == 0:
         value = value.item()
     return not isinstance(value, bool | str | bytes) and hasattr(value, "__float__") and math.isfinite(value)
 
 
-def renamed(old_name: str, old: Any, new_name: str, new: Any) -> Any:
-    """Return the value of an argument that was renamed; using the old name warns, using both is an error."""
+def renamed_argument(old_name: str, old: Any, new_name: str, new: Any) -> Any:
+    """Return the value of an argument that was renamed; warn about the old name, raise if both are given."""
     if old is None:
         return new
     if new:
         raise TypeError(f"got both {new_name} and {old_name}, its old name: use {new_name} only")
     warnings.warn(f"{old_name} is now called {new_name}", DeprecationWarning, stacklevel=3)
     return old
+
+
+def renamed_attribute(name: str) -> Any:
+    """Return a property that reads the attribute ``name``, and warns that its own name is deprecated."""
+
+    class Renamed:
+        def __set_name__(self, owner: type, old: str) -> None:
+            self.old = old
+
+        def __get__(self, instance: object, owner: type) -> Any:
+            if instance is None:
+                return self
+            warnings.warn(f"{owner.__name__}.{self.old} is now called {name}", DeprecationWarning, stacklevel=2)
+            return getattr(instance, name)
+
+    return Renamed()

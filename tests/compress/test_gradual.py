@@ -73,7 +73,7 @@ def test_a_budget_out_of_reach_is_an_error_at_once() -> None:
         GradualTruncation(model, None, steps=3, params=10)
     with pytest.raises(ValueError, match="expected exactly one budget"):
         GradualTruncation(model, None, steps=3)
-    with pytest.raises(TypeError, match=r"no rehearsal: use truncate\(\.\.\., dry_run=True\)"):
+    with pytest.raises(TypeError, match=r"has no dry_run: use truncate\(\.\.\., dry_run=True\)"):
         GradualTruncation(model, None, steps=2, rate=0.5, dry_run=True)
     with pytest.raises(ValueError, match="expected steps >= 1, got 0"):
         GradualTruncation(model, None, steps=0, rate=0.5)
@@ -93,7 +93,7 @@ def test_a_resumed_run_takes_the_same_stages() -> None:
     resumed.step()
     assert resumed.done
     assert ranks(model) == ranks(through.model)
-    with pytest.raises(ValueError, match="expected stages for"):
+    with pytest.raises(ValueError, match="expected the layers"):
         GradualTruncation(network(), None, steps=3, rate=0.5).load_state_dict(stopped.state_dict())
 
 

@@ -251,7 +251,7 @@ def test_data_that_cannot_be() -> None:
         cpnorm.shrink(network(), [images().numpy()], parameters=0.5)
     with pytest.raises(ValueError, match="at least one batch"):
         cpnorm.shrink(network(), [], parameters=0.5)
-    with pytest.raises(ValueError, match="got 3 things"):
+    with pytest.raises(ValueError, match="got 3 items"):
         cpnorm.shrink(network(), [(images(), 1, 2)], parameters=0.5)
     with pytest.raises(ValueError, match="has no linear or convolutional layer"):
         cpnorm.shrink(nn.Sequential(nn.LSTM(4, 4)), torch.randn(3, 4), parameters=0.5)

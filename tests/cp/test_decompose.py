@@ -278,7 +278,7 @@ class TestAls:
             ({"init": "svd"}, "expected init to be 'random', 'power', 'exact' or a CPTensor, got 'svd'"),
             (
                 {"init": cp_exact(torch.ones(4, 3, 2), 2)},
-                r"expected init of rank 3 .* got rank 2 and shape \(4, 3, 2\)",
+                r"init: expected rank 3 .* got rank 2 and shape \(4, 3, 2\)",
             ),
         ],
     )
@@ -406,13 +406,13 @@ class TestAll:
     @pytest.mark.parametrize(
         ("weight", "message"),
         [
-            (torch.ones(3), r"expected a weight with 2 modes or more, got shape \(3,\)"),
+            (torch.ones(3), r"weight: expected 2 modes or more, got shape \(3,\)"),
             (torch.tensor(1.0), r"2 modes or more, got shape \(\)"),
             (torch.ones(3, 2, dtype=torch.int64), r"floating-point numbers, got torch.int64 of shape \(3, 2\)"),
             (torch.ones(3, 2, dtype=torch.complex64), "floating-point numbers, got torch.complex64"),
-            (torch.ones(3, 0, 2), r"not empty, got shape \(3, 0, 2\)"),
-            (torch.tensor([[1.0, math.nan], [0, 1]]), r"finite numbers, got NaN or infinity .* \(2, 2\)"),
-            (torch.tensor([[1.0, -math.inf], [0, 1]]), "finite numbers"),
+            (torch.ones(3, 0, 2), r"at least one entry, got shape \(3, 0, 2\)"),
+            (torch.tensor([[1.0, math.nan], [0, 1]]), r"finite values, got NaN or infinity .* \(2, 2\)"),
+            (torch.tensor([[1.0, -math.inf], [0, 1]]), "finite values"),
         ],
     )
     def test_weights_that_cannot_be_decomposed_are_an_error(self, decompose, weight, message):

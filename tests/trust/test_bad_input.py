@@ -89,15 +89,15 @@ def no_weight(call: Callable[[Any], object]) -> list[Bad]:
     weights: list[tuple[Any, str]] = [
         ("w", "expected a tensor as weight, got a str"),
         ([[1.0, 2.0]], "expected a tensor as weight, got a list"),
-        (W.to("meta"), r"expected a weight with values in memory, got one on the meta device of shape \(4, 3, 2\)"),
+        (W.to("meta"), r"weight: expected values in memory, got a tensor on the meta device of shape \(4, 3, 2\)"),
         (W[0].to_sparse(), r"with values in memory, got one with layout torch.sparse_coo"),
         (W.to(torch.float8_e4m3fn), "real floating-point numbers, got torch.float8_e4m3fn"),
         (W.long(), "real floating-point numbers, got torch.int64"),
         (W.to(torch.complex64), "real floating-point numbers, got torch.complex64"),
         (W[0, 0], "2 modes or more"),
-        (W[:0], "not empty"),
-        (W * NAN, "finite numbers"),
-        (W * INF, "finite numbers"),
+        (W[:0], "at least one entry"),
+        (W * NAN, "finite values"),
+        (W * INF, "finite values"),
     ]
     return [Bad(lambda _, weight=weight: call(weight), message) for weight, message in weights]
 
@@ -170,7 +170,7 @@ BAD: dict[str, list[Bad]] = {
         *each(
             lambda _, init: cpnorm.cp_als(W, 2, init=init), {"magic": "expected init to be 'random', 'power', 'exact'"}
         ),
-        Bad(lambda _: cpnorm.cp_als(W, 2, init=FORM), r"expected init of rank 2 and shape \(4, 3, 2\), got rank 6"),
+        Bad(lambda _: cpnorm.cp_als(W, 2, init=FORM), r"init: expected rank 2 and shape \(4, 3, 2\), got rank 6"),
         *no_generator(lambda _, g: cpnorm.cp_als(W, 2, generator=g)),
     ],
     "estimate_rank": [
@@ -288,15 +288,15 @@ BAD: dict[str, list[Bad]] = {
             )
         ],
         Bad(
-            lambda m: truncate(m, loss=1, data=batches(fill=NAN)), "expected finite values|expected data with a finite"
+            lambda m: truncate(m, loss=1, data=batches(fill=NAN)), "expected finite values|data: expected a finite loss"
         ),
         Bad(
             lambda m: truncate(m, loss=1, data=batches(count=0)),
-            "expected data with a finite loss, got .* over 0 samples",
+            "data: expected a finite loss, got .* over 0 samples",
         ),
         Bad(
             lambda m: truncate(m, loss=1, data=batches(), loss_function=lambda y, t: y.sum() * NAN),
-            "expected data with a finite loss, got nan over 2 samples",
+            "data: expected a finite loss, got nan over 2 samples",
         ),
         Bad(
             lambda m: truncate(
@@ -378,6 +378,14 @@ BAD: dict[str, list[Bad]] = {
         Bad(lambda m: cpnorm.export_onnx(m, images(), tmp / "a.onnx"), "got parameters on the meta device", on_meta),
     ],
     "NetworkWeights": no_model(cpnorm.NetworkWeights),
+    "FusedTrainStep": [
+        Bad(lambda m: cpnorm.FusedTrainStep([m[3]], None), "expected a torch.optim.Optimizer, got a NoneType"),
+        Bad(lambda m: cpnorm.FusedTrainStep([m[3]], optim.Adagrad(m.parameters())), "optimizer: expected an SGD"),
+        Bad(lambda m: cpnorm.FusedTrainStep([m[3]], sgd(), torch.int8), "dtype: expected torch.float32"),
+        Bad(lambda _: cpnorm.FusedTrainStep([], sgd()), "layers: expected at least one layer"),
+        Bad(lambda m: cpnorm.FusedTrainStep([m], sgd()), "expected canonical layers, got a Sequential"),
+        Bad(lambda m: cpnorm.FusedTrainStep([m[3].double()], sgd()), r"layers that FusedTrainStep\.supports"),
+    ],
     "shrink": [
         *no_model(lambda model: cpnorm.shrink(model, batches(), parameters=0.5)),
         Bad(lambda m: cpnorm.shrink(m, batches()), "expected exactly one", plain),

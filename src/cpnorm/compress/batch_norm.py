@@ -1,4 +1,4 @@
-"""Statistics of batch norms, measured again."""
+"""Estimate the statistics of batch norms again after weights have changed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ Module = TypeVar("Module", bound=nn.Module)
 @torch.inference_mode(False)
 @torch.no_grad()
 def reestimate_batch_norm(model: Module, data: Any) -> Module:
-    """Measure the running mean and variance of every batch norm again on data, in place; the model is returned.
+    """Estimate the running mean and variance of every batch norm on data, in place, and return the model.
 
-    A network whose weights were changed (cut, averaged, quantised) hands its batch norms other inputs than the ones
-    their statistics describe. The means over all batches are taken; dropout and everything else stays in eval mode.
-    ``truncate`` with data adapts them by itself. With few samples old statistics that still fit may be better.
+    Batch norms of a network whose weights have changed (truncated, averaged, quantised) get other inputs than those
+    that their statistics describe. The new statistics are means over all batches; dropout and all other modules stay
+    in eval mode. ``truncate`` with data adapts the statistics by itself. With few samples the old statistics, if they
+    still fit, may be better.
 
     Args:
-        model: with batch norms.
+        model: a model that has batch norms.
         data: as for ``truncate``; large batches of shuffled training inputs are best.
 
     >>> model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))

@@ -1,4 +1,4 @@
-"""Choose which terms to keep: each layer has an order in which its terms go, and a budget says how far to follow it."""
+"""Choose which terms to keep: each layer drops its terms in a certain order, and a budget decides how many."""
 
 from __future__ import annotations
 
@@ -13,61 +13,62 @@ from torch import Tensor
 
 from cpnorm.cp.elimination import elimination_order
 
-# --- in one layer: what goes first --------------------------------------------------------------------------------
+# --- within a layer: the order of dropping ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Elimination:
     """The order in which the terms of a layer are dropped, and the loss after each; the last one is never dropped."""
 
-    order: Tensor  # (R,) the first to go first
-    loss: Tensor  # (R,) after 0, 1, ..., R - 1 have gone: see ``_barrier``
+    order: Tensor  # (R,) indices of terms, the first to be dropped first
+    loss: Tensor  # (R,) after 0, 1, ..., R - 1 terms are dropped: see ``_barrier``
 
     def kept(self, dropped: int) -> Tensor:
-        """Return the terms that are left when ``dropped`` have gone, in their old order."""
+        """Return the indices of the terms that are left when ``dropped`` terms are dropped, in ascending order."""
         return self.order[dropped:].sort().values
 
 
 def by_score(scores: Tensor) -> Elimination:  # (R,)
-    """Drop the smallest first, as if the losses of terms simply added up; of equals the last goes first."""
+    """Drop terms by ascending score, as if their losses added up; of equal ones the last is dropped first."""
     order = scores.argsort(descending=True, stable=True).flip(0)
     gone = scores[order].double().cumsum(0)
     return Elimination(order, _barrier(torch.cat([gone.new_zeros(1), gone[:-1]]), gone[-1]))
 
 
 def by_gram(gram: Tensor) -> Elimination:  # (R, R)
-    """Drop one by one the term whose absence adds least to the squared error; see ``elimination_order``."""
+    """Drop at each step the term whose absence adds least to the squared error; see ``elimination_order``."""
     order, loss = elimination_order(gram)
     return Elimination(order, _barrier(loss, gram.double().sum().cpu()))
 
 
 def _barrier(lost: Tensor, whole: Tensor) -> Tensor:  # (R,), () -> (R,)
-    """Return -whole * log(1 - lost / whole): the loss itself while it is small, and without bound as nothing is left.
+    """Return -whole * log(1 - lost / whole): about the loss while it is small, and unbounded as nothing is left.
 
-    What reaches the end of a chain of layers is a product of the shares that each lets through, and so the logarithms
-    add up. Added as they are, losses would empty the layer with the dearest terms for the sake of the others.
+    The signal at the end of a chain of layers is a product of the shares that each layer keeps, so that logarithms of
+    shares add up. Plain losses would drop all terms of one layer for the sake of the others.
     """
     whole = whole.clamp_min(torch.finfo(torch.float64).tiny)
     return -whole * torch.log((1 - lost / whole).clamp_min(1e-9))
 
 
 def energy_lost(gram: Tensor, order: Tensor) -> Tensor:  # (R, R), (R,) -> (R,)
-    """Return the squared error over the squared norm after 0, 1, ..., R - 1 terms have gone in this order."""
+    """Return the squared error over the squared norm after 0, 1, ..., R - 1 terms are dropped in this order."""
     gram, order = gram.double().cpu(), order.cpu()
     gone = gram[order][:, order].cumsum(0).cumsum(1).diagonal()
     return torch.cat([gone.new_zeros(1), gone[:-1].clamp_min(0)]) / energy(gram)
 
 
 def energy(gram: Tensor) -> Tensor:  # (R, R) -> ()
-    """Return the squared norm of all terms together; where they cancel, no less than the rounding of their sum."""
+    """Return the squared norm of the sum of all terms, or its rounding error where the terms cancel."""
     limits = torch.finfo(gram.dtype)
     return gram.sum().clamp_min(limits.eps * gram.abs().sum()).clamp_min(limits.tiny)
 
 
 def terms_to_keep(rank: int, rate: float) -> int:
-    """Return how many terms stay when the share ``rate`` goes, rounded down in exact arithmetic; at least one.
+    """Return how many terms are kept when the share ``rate`` is dropped; at least one.
 
-    The authors' code rounds down what stays, which is a term less where the share is no whole number.
+    The number of dropped terms is rounded down, in exact arithmetic. The authors' code rounds down the number of kept
+    terms, which is one less where the share is not a whole number.
 
     >>> terms_to_keep(270, 0.9), terms_to_keep(571, 0.5), terms_to_keep(3, 0.99)
     (27, 286, 1)
@@ -76,15 +77,15 @@ def terms_to_keep(rank: int, rate: float) -> int:
     return max(1, rank - math.floor(rank * share))
 
 
-# --- over all layers: where it costs least ------------------------------------------------------------------------
+# --- over all layers: where dropping costs least ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Options:
-    """The ranks among which a layer may choose, from all its terms down, with what each costs and loses."""
+    """The ranks that a layer may have, from all its terms downwards, with the cost and the loss of each."""
 
     ranks: list[int]
-    costs: list[float]  # in parameters or FLOPs; never rises
+    costs: list[float]  # in parameters or FLOPs; never increases
     losses: list[float]
 
     @classmethod
@@ -97,10 +98,10 @@ class Options:
         dense: float | None = None,
         multiple: int = 1,
     ) -> Options:
-        """Price the ranks that are multiples of ``multiple``.
+        """Return the options at ranks that are multiples of ``multiple``, and at the full rank.
 
-        ``dense`` is the cost of the layer with a dense weight: where that is less, all terms cost no more, and ranks
-        that cost as much are no option.
+        ``dense`` is the cost of the layer with a dense weight. Where it is less than the cost of all terms, it takes
+        the place of the latter, and ranks that cost as much or more are not options.
         """
         ranks = [rank, *(r for r in range(rank - 1, 0, -1) if r % multiple == 0)]
         costs = [cost(r) for r in ranks]
@@ -115,10 +116,10 @@ class Options:
 
 
 def cheapest_first(losses: Mapping[str, Sequence[float]], saved: Mapping[str, Sequence[float]]) -> list[str]:
-    """Return layers in the order in which each should take its next option: least loss per unit saved first.
+    """Return layer names in the order in which each should take its next option: least loss per unit saved first.
 
-    ``saved[name][n]`` is what the layer saves with option n. Following the lower convex hull of loss against saving is
-    optimal at every corner, and sees past an expensive option that cheap ones follow.
+    ``saved[name][n]`` is what the layer saves with option n. The order follows the lower convex hull of loss against
+    saving, which is optimal at every corner and allows for an expensive option that is followed by cheap ones.
     """
     prices = [
         (price, place, step, name)
@@ -145,9 +146,9 @@ def _hull_slopes(x: Sequence[float], y: Sequence[float]) -> list[float]:
 
 
 def spend(sequence: Sequence[str], saved: Mapping[str, Sequence[float]], excess: float) -> dict[str, int]:
-    """Return how far each layer goes along its options, following the sequence until ``excess`` is saved.
+    """Return the number of options that each layer takes, following the sequence until ``excess`` is saved.
 
-    Steps that turn out not to be needed are taken back, the most expensive first.
+    Steps that turn out to be unnecessary are undone, the most expensive first.
     """
     dropped = dict.fromkeys(saved, 0)
     taken = []
@@ -164,17 +165,17 @@ def spend(sequence: Sequence[str], saved: Mapping[str, Sequence[float]], excess:
             excess += gain
             dropped[name] -= 1
         else:
-            settled.add(name)  # a layer's steps are taken back in order or not at all
+            settled.add(name)  # a layer's steps are undone in order or not at all
     return dropped
 
 
 def follow(sequence: Sequence[str], names: Iterable[str], steps: int) -> dict[str, int]:
-    """Return how far each layer has gone after so many steps."""
+    """Return how many options each layer has taken after this many steps of the sequence."""
     return {name: sequence[:steps].count(name) for name in names}
 
 
 def furthest(steps: int, allowed: Callable[[int], bool]) -> int:
-    """Return the most steps that are allowed, by bisection; 0 always is."""
+    """Return the largest allowed number of steps, by bisection; 0 is always allowed."""
     low, high = 0, steps
     if steps and allowed(steps):
         return steps
@@ -185,7 +186,7 @@ def furthest(steps: int, allowed: Callable[[int], bool]) -> int:
 
 
 def steps_within(sequence: Sequence[str], lost: Mapping[str, Sequence[float]], allowed: float) -> int:
-    """Return the most steps after which the mean of what the layers have lost is at most ``allowed``."""
+    """Return the largest number of steps after which the mean loss of the layers is at most ``allowed``."""
     dropped = dict.fromkeys(lost, 0)
     total, best = 0.0, 0
     for step, name in enumerate(sequence, start=1):

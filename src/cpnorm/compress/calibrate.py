@@ -1,4 +1,4 @@
-"""What data say about the layers of a model, each by itself: what to fit, where to start, and what errors cost."""
+"""Measure on data, for each layer by itself, what to fit, where to start, and what errors cost the network."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from cpnorm.nn.planner import linear_modes
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What the data say about one layer: a problem to solve, where to start, and what an error of it means."""
+    """A layer measured on data: the problem to solve, terms to start from, and the importance of its errors."""
 
     problem: Problem
     candidates: Candidates
-    importance: float  # squared change of the network's outputs if the layer gave nothing but its mean
+    importance: float  # squared change of the network's outputs if the layer returned its mean output only
     sensitivity: Tensor | None  # (g, o, o)
     repeated: bool  # called more than once per input, or tied
 
     def expected_loss(self, rank: int) -> float:
-        """Return about what cutting the layer to this rank costs: little errors as they are, large ones without bound.
+        """Return an estimate of what cutting the layer to this rank costs; it grows without bound for large errors.
 
-        What reaches the end of a chain of layers is a product of the shares that each lets through, so that their
+        The signal at the end of a chain of layers is a product of the shares that each layer keeps, so that their
         logarithms add up.
         """
         return -self.importance * math.log1p(-min(self.candidates.expected_error(rank), 1 - 1e-9))
@@ -41,7 +41,7 @@ class Calibration:
 def calibrate(
     model: nn.Module, layers: Mapping[str, CPLayer], inputs: Sequence[Any]
 ) -> tuple[dict[str, Calibration], int]:
-    """Return what the data say about each layer that they reach, and the bytes that feature maps take."""
+    """Return the calibration of each layer that the data reach, and the bytes that feature maps take."""
     seen = input_moments(model, layers, inputs)
     metrics = output_sensitivity(model, layers, inputs)
     found = {}
@@ -68,13 +68,13 @@ def layer_problem(layer: CPLayer, weight: Tensor, squares: Tensor, metric: Tenso
 
 
 def modes_by_patch(layer: CPLayer) -> tuple[int, ...]:
-    """Return the shape that a layer's weight is decomposed in, outputs first."""
+    """Return the shape in which a layer's weight is decomposed, with the outputs first."""
     first, second, *rest = layer.modes
     return (second, first, *rest) if getattr(layer, "transposed", False) else (first, second, *rest)
 
 
 def terms_by_patch(layer: CPLayer, cp: CPTensor) -> CPTensor:
-    """Return the terms with the output vectors first, or as the layer wants them: it is its own inverse."""
+    """Swap input and output vectors of a transposed convolution, whose inputs come first, or swap them back."""
     if not getattr(layer, "transposed", False):
         return cp
     first, second, *rest = cp.factors
@@ -87,7 +87,7 @@ def _scaled_factors(problem: Problem, cp: CPTensor) -> list[Tensor]:
 
 
 def bias_is_free(model: nn.Module, layer: CPLayer) -> bool:
-    """Return True if the mean of a layer's outputs can be corrected, by its own bias or by a batch norm."""
+    """Return True if the mean of a layer's outputs can be corrected, by its bias or by a batch norm."""
     if layer.bias is None:
         return any(has_statistics(module) for module in model.modules())
     holders = [module for module in model.modules() if module._parameters.get("bias") is layer.bias]
@@ -96,7 +96,7 @@ def bias_is_free(model: nn.Module, layer: CPLayer) -> bool:
 
 
 def fit_alone(layer: CPLayer, calibration: Calibration, rank: int, *, steps: int = 16) -> Fitted:
-    """Return the layer at this rank, fitted on what it was fed while all layers were as they had been."""
+    """Return the layer at this rank, fitted on its inputs in the network before truncation."""
     chosen = calibration.candidates if calibration.problem.output_modes == 1 else None
     start = None
     if chosen is None:

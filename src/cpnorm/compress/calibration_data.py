@@ -1,4 +1,4 @@
-"""Batches of calibration data from whatever holds them: loaders, tensors, mappings, lists."""
+"""Read calibration data from loaders, tensors, mappings or lists, and compare outputs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch.utils import _pytree as pytree
 from cpnorm.compress.probe import Batch
 from cpnorm.nn.running import to_device_of
 
-TARGETS = ("labels", "label", "targets", "target")  # in a mapping
+TARGETS = ("labels", "label", "targets", "target")  # keys of a mapping
 
 
 def as_batches(data: Any, samples: int | None = None) -> list[Batch]:
-    """Return (inputs, targets) of each batch; targets are None where there are none.
+    """Return (inputs, targets) of each batch; targets are None if the data have none.
 
     Args:
         data: a DataLoader or another iterable of batches, one tensor of inputs, or one batch as a tuple or mapping. A
             batch is a tensor of inputs, (inputs, targets), (inputs,), or a mapping of keyword arguments, whose
             "labels", if there are any, are the targets as well.
-        samples: stop with the batch that makes this many samples full.
+        samples: stop after the batch with which this many samples are reached.
     """
     if isinstance(data, Tensor | Mapping) or (isinstance(data, tuple) and data and isinstance(data[0], Tensor)):
         data = [data]
@@ -52,20 +52,20 @@ def _as_batch(batch: Any) -> Batch:
         return dict(batch), next((batch[key] for key in TARGETS if key in batch), None)
     if isinstance(batch, tuple | list) and len(batch) in (1, 2):
         return batch[0], batch[1] if len(batch) == 2 else None
-    what = f"{len(batch)} things" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
+    what = f"{len(batch)} items" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
     raise ValueError(
-        f"data: expected batches of inputs, (inputs, targets) or keyword arguments, got {what}; several inputs are a "
-        "tuple: ((first, second), targets)"
+        f"data: expected batches of inputs, (inputs, targets) or keyword arguments, got {what}; give several "
+        "inputs as a tuple: ((first, second), targets)"
     )
 
 
 def batch_size(inputs: Any) -> int:
-    """Return the length of the first tensor with dimensions; 1 where there is none."""
+    """Return the length of the first tensor that has dimensions, or 1."""
     return next((len(x) for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor) and x.ndim), 1)
 
 
 def first_sample(model: nn.Module, inputs: Any) -> Any:
-    """Return a batch of one, on the device of the model."""
+    """Return the first sample as a batch of one, on the device of the model."""
     size = batch_size(inputs)
 
     def first(x: Any) -> Any:
@@ -73,12 +73,12 @@ def first_sample(model: nn.Module, inputs: Any) -> Any:
         return to_device_of(model, x[:1].clone() if alone else x)
 
     if isinstance(inputs, list):
-        inputs = tuple(inputs)  # what torch's DataLoader makes of a tuple
+        inputs = tuple(inputs)  # torch's DataLoader turns a tuple into a list
     return pytree.tree_map(first, dict(inputs) if isinstance(inputs, Mapping) else inputs)
 
 
 def tensors_of(outputs: Any) -> list[Tensor]:
-    """Return the floating-point tensors among a model's outputs; of a transformers model the logits, if it has some."""
+    """Return the floating-point tensors among a model's outputs; or only its attribute ``logits``."""
     logits = getattr(outputs, "logits", None)
     if isinstance(logits, Tensor):
         return [logits]
@@ -89,7 +89,7 @@ def tensors_of(outputs: Any) -> list[Tensor]:
 
 
 def accuracy(outputs: Any, targets: Any) -> float:
-    """Return the share of rows whose largest output is the target's."""
+    """Return the share of rows whose largest output is at the target's index."""
     (scores, *_), wanted = tensors_of(outputs), targets
     if not isinstance(wanted, Tensor) or wanted.is_floating_point() or wanted.shape != scores.shape[:-1]:
         got = f"targets of shape {tuple(wanted.shape)}" if isinstance(wanted, Tensor) else "no targets"

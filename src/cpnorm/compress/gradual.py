@@ -1,4 +1,4 @@
-"""Truncation while training, step by step towards a budget."""
+"""Truncate a model in several steps during its training."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from cpnorm.compress.truncation_arguments import Optimizers, as_optimizers
 
 
 class GradualTruncation:
-    """Truncate a little at each ``step()``, so that training can recover in between; every step keeps the same share.
+    """Truncate a model a little at each ``step()``, so that training can recover in between.
 
-    ``truncate`` explains the budgets and options. The optimizer goes on with the terms that are left, and all layers
-    stay canonical.
+    Every step keeps the same share. ``truncate`` explains the budgets and options. The optimizer continues with the
+    terms that are left, and all layers stay canonical.
 
     >>> import torch
     >>> from cpnorm import canonical_norm
@@ -43,7 +43,7 @@ class GradualTruncation:
         **options: Any,
     ) -> None:
         if "dry_run" in options:
-            raise TypeError("GradualTruncation is no rehearsal: use truncate(..., dry_run=True)")
+            raise TypeError("GradualTruncation has no dry_run: use truncate(..., dry_run=True)")
         self.model, self.optimizer, self.steps, self.taken = (
             model,
             as_optimizers(optimizer),
@@ -53,7 +53,7 @@ class GradualTruncation:
         self.options: dict[str, Any] = {"data": None if data is None else as_batches(data), "dense_layers": False}
         self.options |= options
         budget: dict[str, Any] = {"rate": rate, "ranks": ranks, "params": params, "flops": flops}
-        # A rehearsal of all stages: a budget that cannot be reached raises now, not after the training.
+        # A dry run to the end: a budget that cannot be reached raises now, not after the training.
         end = truncate(model, **budget, optimizer=self.optimizer, **self.options, dry_run=True)
         if params is not None:
             target = int(params * end.parameters_dense) if isinstance(params, float) and params <= 1 else int(params)
@@ -74,22 +74,22 @@ class GradualTruncation:
         return self.taken >= self.steps
 
     def step(self) -> Report | None:
-        """Truncate to the next stage and return its report; None when there is none left."""
+        """Truncate to the next intermediate budget and return its report; return None once the budget is reached."""
         if self.done:
             return None
-        way = (self.taken + 1) / self.steps
-        stage = {name: round(start * (self._end[name] / start) ** way) for name, start in self._start.items()}
-        budget: dict[str, Any] = {self._kind: stage if self._kind == "ranks" else stage[""]}
+        progress = (self.taken + 1) / self.steps
+        amounts = {name: round(start * (self._end[name] / start) ** progress) for name, start in self._start.items()}
+        budget: dict[str, Any] = {self._kind: amounts if self._kind == "ranks" else amounts[""]}
         report = truncate(self.model, **budget, optimizer=self.optimizer, **self.options)
         self.taken += 1
         return report
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to go on with the same stages."""
+        """Return what a resumed run needs to continue with the same steps."""
         return {"taken": self.taken, "start": dict(self._start), "end": dict(self._end)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where ``state_dict`` was taken."""
+        """Continue from a ``state_dict``."""
         if set(state["start"]) != set(self._start):
-            raise ValueError(f"expected stages for {sorted(self._start)}, got {sorted(state['start'])}")
+            raise ValueError(f"state: expected the layers {sorted(self._start)}, got {sorted(state['start'])}")
         self.taken, self._start, self._end = state["taken"], dict(state["start"]), dict(state["end"])

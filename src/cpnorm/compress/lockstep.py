@@ -1,7 +1,7 @@
-"""Run a model on several inputs side by side, all of them stopping at the same layers.
+"""Run a model on several inputs side by side, and stop all of them at the same layers.
 
-A layer can then be fitted to what all inputs bring to it before any of them goes on: one pass over the network is
-enough for all of its layers, whatever its architecture, and what is kept in memory is what is alive at that point.
+A layer can then be fitted to all of its inputs before any run continues. One pass over the network is enough for all
+layers, whatever its architecture, and only the tensors that are alive at one layer are in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cpnorm.nn.running import evaluating, run, uncompiled
 
 @dataclass(eq=False)
 class Call:
-    """One call of a module that waits for its result."""
+    """A call of a module that waits for its result."""
 
     job: int
     module: nn.Module
@@ -35,7 +35,7 @@ class Call:
 
 
 class _CancelledError(Exception):
-    """Raised inside a job whose run is given up."""
+    """Raised inside a job whose run is cancelled."""
 
 
 def run_in_lockstep(
@@ -45,11 +45,11 @@ def run_in_lockstep(
     visit: Callable[[nn.Module, list[Call]], None],
     logs: Sequence[EventLog] | None = None,
 ) -> None:
-    """Run the model in eval mode on each of the jobs' inputs; ``visit`` computes what the stops return.
+    """Run the model in eval mode on the inputs of each job; ``visit`` computes the outputs of the modules in ``stops``.
 
-    When every job waits at a stop, ``visit`` is called with the module at which most of them wait and their calls, and
-    has to set the result of each. One job runs at a time, in a thread of its own. The log of a job, if there is one,
-    notes what it does between the stops, and the stops themselves.
+    When every job waits at one of these modules, ``visit`` is called with the module at which most of them wait and
+    with their calls, and has to set the result of each call. One job runs at a time, in its own thread. The log of a
+    job, if there is one, notes what it does between these modules, and the modules themselves.
     """
     arrived: queue.SimpleQueue[Call | BaseException | None] = queue.SimpleQueue()
     turn = threading.Semaphore(1)
@@ -122,7 +122,7 @@ def _cancel(
 
 
 class _Patched:
-    """Replace the forward methods of some modules for a while."""
+    """Replace the forward methods of some modules inside a block."""
 
     def __init__(self, modules: Collection[nn.Module], forward: Callable[[nn.Module], Callable[..., Any]]) -> None:
         self.modules, self.forward = list(modules), forward

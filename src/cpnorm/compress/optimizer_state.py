@@ -1,4 +1,4 @@
-"""Cut the state of an optimizer to the terms that a truncation keeps, so that training goes on."""
+"""Cut the state of an optimizer to the terms that a truncation keeps, so that training can continue."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ State = dict[str, Any]
 def cut_states(
     optimizers: Sequence[torch.optim.Optimizer], layers: Mapping[str, CPLayer], forms: Mapping[str, Fitted]
 ) -> list[tuple[State, State]]:
-    """Return each state of a lambda or factor with what it should become; nothing is changed yet."""
+    """Return pairs of the present state and the cut state of each lambda and factor; nothing is changed yet."""
     if any(isinstance(optimizer, torch.optim.LBFGS) and optimizer.state for optimizer in optimizers) and forms:
-        raise ValueError("cannot cut the state of LBFGS, which belongs to all parameters at once: make a new one")
+        raise ValueError("optimizer: the state of LBFGS cannot be cut, since it mixes all parameters: make a new one")
     held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     cuts = []
     for name, form in forms.items():
         layer = layers[name]
         parameters = layer.canonical_parameters()
         if any(p.requires_grad for p in parameters) and not any(id(p) in held for p in parameters):
-            raise ValueError(f"the optimizer holds no parameter of {name or 'the layer'}: it would never be trained")
+            raise ValueError(
+                f"optimizer: expected one with the parameters of {name or 'the layer'}, got one without them"
+            )
         for optimizer in optimizers:
             for parameter in parameters[1:]:  # sigma has no terms
                 state = optimizer.state.get(parameter, {})
@@ -39,7 +41,7 @@ def cut_states(
 
 
 def _cut(key: str, value: Any, parameter: Tensor, kept: Tensor, name: str) -> Any:
-    """Return a state without the dropped terms, which are the last dimension of lambdas, factors and their states."""
+    """Return a state tensor without the dropped terms, which are indexed by its last dimension."""
     if not isinstance(value, Tensor) or value.numel() == 1:
         return value
     shape = tuple(value.shape)
@@ -47,5 +49,5 @@ def _cut(key: str, value: Any, parameter: Tensor, kept: Tensor, name: str) -> An
     if fits and shape[-1] == 1:
         return value
     if not fits:
-        raise ValueError(f"cannot cut the optimizer's {key} of shape {shape} for {name} to fewer terms: make a new one")
+        raise ValueError(f"optimizer: cannot cut its {key} of shape {shape} for {name} to fewer terms: make a new one")
     return value[..., kept.to(value.device)].clone()

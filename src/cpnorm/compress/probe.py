@@ -1,6 +1,6 @@
-"""What data do to a model: the work of each layer, what its terms respond with, and what the loss says of them.
+"""Measure a model on data: what the terms of its layers compute, its loss, and the gradient of the loss by lambda.
 
-Everything here runs the model in eval mode and leaves it as it was: training flags, hooks, gradients.
+All functions run the model in eval mode and leave its training flags, hooks and gradients as they were.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from cpnorm.nn.running import Instead, evaluating, run, to_device_of, watch
 
 RESPONSES_AT_ONCE = 2**22  # entries: 16 MiB, and a few times that while they are computed
 Batch = tuple[Any, Any]  # inputs, targets
-LossFunction = Callable[[Any, Any], Any]  # -> a tensor, or a number where no gradient is asked for
+LossFunction = Callable[[Any, Any], Any]  # returns a tensor, or a number where no gradient is needed
 
 
 # --- responses ----------------------------------------------------------------------------------------------------
 #
-# A layer computes y = sum_r scale_r a_r z_r + bias, with z_r = (b_r o c_r o ...)(x) what term r makes of the input
-# before its output vector a_r. So z tells how far y moves when terms go or change, whatever the geometry of the layer.
+# A layer computes y = sum_r scale_r a_r z_r + bias, where z_r = (b_r o c_r o ...)(x) is the response of term r to the
+# input, before the output vector a_r. The responses determine how y changes when terms are dropped or changed,
+# whatever kind of layer it is.
 
 
 def term_moments(model: nn.Module, inputs: Iterable[Any]) -> dict[int, Tensor]:  # -> (G, R, R) each
-    """z z^T summed over positions and inputs, for every group of every canonical layer that runs, by ``identity``."""
+    """Return the sum of z z^T over positions and inputs for every canonical layer that runs, by ``tie_key``."""
     moments: dict[int, Tensor] = {}
 
     def seen(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -45,48 +46,48 @@ def term_moments(model: nn.Module, inputs: Iterable[Any]) -> dict[int, Tensor]: 
 
 
 def with_terms(layer: CPLayer, cp: CPTensor, bias: Tensor | None = None) -> CPLayer:
-    """Return a layer that shares all settings with the given one and holds other terms; the given one is untouched."""
-    twin: Any = copy.copy(layer)
-    twin.__dict__.pop("forward", None)  # of a run that watches the given one
-    twin.prebuilt = None
-    twin._parameters, twin._modules = dict(layer._parameters), dict(layer._modules)
+    """Return a copy of a layer with all its settings and other terms; the layer itself does not change."""
+    changed: Any = copy.copy(layer)
+    changed.__dict__.pop("forward", None)  # patched during a run that watches the layer
+    changed.prebuilt = None
+    changed._parameters, changed._modules = dict(layer._parameters), dict(layer._modules)
     for key, value in (("sigma", cp.sigma), ("lambdas", cp.lambdas), ("bias", bias)):
-        twin._parameters[key] = None if value is None else nn.Parameter(value.detach(), requires_grad=False)
-    twin._modules["factors"] = nn.ParameterList([nn.Parameter(f.detach(), requires_grad=False) for f in cp.factors])
-    return cast(CPLayer, twin)
+        changed._parameters[key] = None if value is None else nn.Parameter(value.detach(), requires_grad=False)
+    changed._modules["factors"] = nn.ParameterList([nn.Parameter(f.detach(), requires_grad=False) for f in cp.factors])
+    return cast(CPLayer, changed)
 
 
 def term_responses(layer: CPLayer, *args: Any, **kwargs: Any) -> Iterator[Tensor]:  # -> (positions, G, R) each
-    """z of a layer that is called with these arguments, in pieces of bounded size along the batch."""
-    # The layer itself computes z where each term has an output vector of its own: a column of the identity.
-    twin: Any = copy.copy(layer)
-    twin._parameters, twin._modules = dict(layer._parameters), dict(layer._modules)
+    """Yield the responses z of a layer that is called with these arguments, in chunks along the batch."""
+    # A copy of the layer whose output vectors are the columns of the identity returns z as its output.
+    probe: Any = copy.copy(layer)
+    probe._parameters, probe._modules = dict(layer._parameters), dict(layer._modules)
     units, copies = torch.eye(layer.rank, dtype=layer.lambdas.dtype, device=layer.lambdas.device), 1
     if isinstance(layer, nn.Linear):
         factors = [units, *layer.factors[len(linear_modes(layer)[0]) :]]
-        twin.out_features = layer.rank
+        probe.out_features = layer.rank
     elif cast(nn.modules.conv._ConvNd, layer).transposed:
-        factors = [layer.factors[0], units, *layer.factors[2:]]  # the groups share the output vectors
+        factors = [layer.factors[0], units, *layer.factors[2:]]  # groups share the output vectors
     else:
         copies = cast(nn.modules.conv._ConvNd, layer).groups
         factors = [units.repeat(copies, 1), *layer.factors[1:]]
-    twin.sigma = nn.Parameter(layer.sigma.new_tensor(math.sqrt(copies)))  # the layer divides by the columns' norms
-    twin.lambdas = nn.Parameter(torch.ones_like(layer.lambdas))
-    twin.factors = nn.ParameterList(factors)
-    twin.path, twin.bias, twin.renormalizer = "factors", None, None
-    batched = 1 + len(getattr(layer, "kernel_size", ()))  # with fewer dimensions there is no batch to divide
+    probe.sigma = nn.Parameter(layer.sigma.new_tensor(math.sqrt(copies)))  # the layer divides by the columns' norms
+    probe.lambdas = nn.Parameter(torch.ones_like(layer.lambdas))
+    probe.factors = nn.ParameterList(factors)
+    probe.path, probe.bias, probe.renormalizer = "factors", None, None
+    batched = 1 + len(getattr(layer, "kernel_size", ()))  # an input of fewer dimensions has no batch dimension
     if kwargs or len(args) != 1 or args[0].ndim <= batched or not args[0].numel():
-        yield by_position(layer, twin.forward(*args, **kwargs))
+        yield by_position(layer, probe.forward(*args, **kwargs))
         return
     (x,) = args
     channels = x.shape[-1] if isinstance(layer, nn.Linear) else x.shape[1]
     entries = x.numel() // channels * layer.rank * getattr(layer, "groups", 1)
     for part in x.chunk(-(-entries // RESPONSES_AT_ONCE)):
-        yield by_position(layer, twin.forward(part))
+        yield by_position(layer, probe.forward(part))
 
 
 def by_position(layer: nn.Module, y: Tensor) -> Tensor:  # -> (positions, G, features of one group)
-    """Outputs of a layer, with all that is not a feature in one dimension."""
+    """Return the outputs of a layer with batch and space in one dimension, and features by group in the others."""
     if isinstance(layer, nn.modules.conv._ConvNd):
         y = y.movedim(-1 - len(layer.kernel_size), -1)
     groups = getattr(layer, "groups", 1)
@@ -94,7 +95,7 @@ def by_position(layer: nn.Module, y: Tensor) -> Tensor:  # -> (positions, G, fea
 
 
 def output_vectors(layer: CPLayer, cp: CPTensor) -> Tensor:  # -> (G, O / G, R); G is 1 where groups share them
-    """What takes the terms' responses to the outputs, in a layer whose weight has this form."""
+    """Return the output vectors of a layer with these terms, which map responses to outputs."""
     if isinstance(layer, nn.Linear):
         return khatri_rao(cp.factors[: len(linear_modes(layer)[0])])[None]
     convolution = cast(nn.modules.conv._ConvNd, layer)
@@ -102,7 +103,7 @@ def output_vectors(layer: CPLayer, cp: CPTensor) -> Tensor:  # -> (G, O / G, R);
 
 
 def output_gram(layer: CPLayer, moments: Tensor) -> Tensor:  # (G, R, R) -> (R, R)
-    """Inner products of the terms' outputs, over the positions whose ``term_moments`` these are."""
+    """Return the inner products of the terms' outputs from the layer's ``term_moments``."""
     cp = layer.cp.to(torch.float64)
     vectors = output_vectors(layer, cp) * (cp.sigma * cp.lambdas)
     return ((vectors.mT @ vectors) * moments).sum(0)
@@ -115,7 +116,7 @@ def output_gram(layer: CPLayer, moments: Tensor) -> Tensor:  # (G, R, R) -> (R, 
 def mean_loss(
     model: nn.Module, batches: Iterable[Batch], loss_function: LossFunction, instead: Instead | None = None
 ) -> float:
-    """Over the batches, each counted by its size."""
+    """Return the mean loss over the batches, weighted by their sizes."""
     total, count = 0.0, 0
     with evaluating(model):
         for inputs, targets in batches:
@@ -123,7 +124,7 @@ def mean_loss(
             total += float(_loss(loss_function, run(model, inputs, instead), to_device_of(model, targets))) * samples
             count += samples
     if not count or not math.isfinite(total):
-        raise ValueError(f"expected data with a finite loss, got {total} over {count} samples")
+        raise ValueError(f"data: expected a finite loss, got {total} over {count} samples")
     return total / count
 
 
@@ -143,7 +144,7 @@ def _loss(loss_function: LossFunction, outputs: Any, targets: Any) -> Any:
 
 
 def _length(batch: Any) -> int | None:
-    """How many samples there are, by the first tensor of a batch of any structure."""
+    """Return the number of samples: the length of the first tensor in a batch of any structure."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.ndim else None
     if isinstance(batch, Mapping):
@@ -157,9 +158,9 @@ def _length(batch: Any) -> int | None:
 def taylor_scores(
     model: nn.Module, layers: Mapping[str, CPLayer], batches: Iterable[Batch], loss_function: LossFunction
 ) -> dict[str, Tensor]:
-    """|lambda * dL/dlambda| of every term, averaged over the batches: what the loss would feel of its absence.
+    """Return |lambda * dL/dlambda| of every term, summed over the batches: an estimate of what its absence costs.
 
-    The absolute value is taken per batch, since over all data the gradient of a trained network is about zero.
+    The absolute value is taken per batch, since the gradient of a trained network over all data is about zero.
     """
     lambdas: dict[Tensor, Tensor] = {
         p: p.detach().clone().requires_grad_() for p in (y.lambdas for y in layers.values())
@@ -169,7 +170,7 @@ def taylor_scores(
         for inputs, targets in batches:
             loss = _loss(loss_function, run(model, inputs, lambdas), to_device_of(model, targets))
             if not loss.requires_grad:
-                raise ValueError("expected a differentiable loss function for criterion='taylor'")
+                raise ValueError("loss_function: expected a differentiable one for criterion='taylor'")
             gradients = torch.autograd.grad(loss, list(lambdas.values()), allow_unused=True)
             for score, values, gradient in zip(scores, lambdas.values(), gradients, strict=True):
                 if gradient is not None:

@@ -1,4 +1,4 @@
-"""Refit the terms that stay after a truncation, so that they take over what they can of those that went."""
+"""Refit the terms that a truncation keeps, so that they make up for the dropped ones as far as they can."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from cpnorm.cp.tensor import CPTensor
 from cpnorm.nn.canonical import CPLayer
 
 REFITS = ("none", "lambdas", "als", "outputs", "calibrated")
-RIDGE = 1e-5  # of the mean diagonal: for terms so alike that their shares are not determined
+RIDGE = 1e-5  # relative to the mean diagonal: nearly equal terms would otherwise have undetermined coefficients
 
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """What a layer should hold after a truncation."""
+    """The terms and bias of a layer after a truncation."""
 
     cp: CPTensor
-    kept: Tensor | None  # which of the old terms these are; None for new ones
-    bias: Tensor | None = None  # None for the old one
+    kept: Tensor | None  # indices of the old terms that these are; None if the terms are new
+    bias: Tensor | None = None  # None if the bias does not change
 
     def instead(self, layer: CPLayer) -> dict[Tensor, Tensor]:
-        """Return what to put in place of the layer's parameters to try it."""
+        """Return the new tensor for each parameter of the layer, for a run with replaced parameters."""
         old: list[Tensor] = [*layer.canonical_parameters(), *([] if self.bias is None else [cast(Tensor, layer.bias)])]
         new = [self.cp.sigma, self.cp.lambdas, *self.cp.factors, *([] if self.bias is None else [self.bias])]
         return dict(zip(old, new, strict=True))
 
 
 def fit(layer: CPLayer, kept: Tensor, refit: str) -> Fitted:
-    """Return the kept terms of a layer, refitted to its weight; fits to outputs start from what "als" finds."""
+    """Return the kept terms of a layer, refitted to its weight; refits to outputs start from the result of "als"."""
     cp, kept = layer.cp, kept.to(layer.lambdas.device)
     if refit in ("als", "outputs", "calibrated"):
         return Fitted(refit_als(cp, kept), None)
@@ -44,10 +44,10 @@ def fit(layer: CPLayer, kept: Tensor, refit: str) -> Fitted:
 
 
 def refit_lambdas(cp: CPTensor, kept: Tensor) -> CPTensor:
-    """Return the kept terms with the lambdas of least squared error against the weight that all of them make.
+    """Return the kept terms with the lambdas of least squared error to the weight of all terms.
 
-    Closed form through the inner products of the unit terms. Solves for the change only, with a ridge on it, so that
-    the error never grows.
+    The solution is in closed form, from the inner products of the unit terms. It solves for the change of lambda, with
+    a ridge on it, so that the error never grows.
     """
     wide = cp.to(torch.float64)
     overlaps = reduce(torch.mul, [f.mT @ f for f in wide.factors])
@@ -58,7 +58,7 @@ def refit_lambdas(cp: CPTensor, kept: Tensor) -> CPTensor:
 
 
 def refit_als(cp: CPTensor, kept: Tensor, sweeps: int = 10) -> CPTensor:
-    """Return the kept terms after sweeps of alternating least squares towards the weight that all of them made."""
+    """Return the kept terms after sweeps of alternating least squares towards the weight of all terms."""
     target, start = cp.to_dense(), cp.select(kept)
     fitted = cp_als(target, start.rank, init=start, sweeps=sweeps)
     if fitted.fit(target) <= start.fit(target):
@@ -71,21 +71,21 @@ def regress_outputs(
 ) -> Fitted:
     """Return the form with the output vectors, and with ``shift`` the bias, of least squared error in the outputs.
 
-    y = B z + bias with z what the terms make of the input and B their scaled output vectors: a linear regression.
+    With the responses z of the terms and their scaled output vectors B, y = B z + bias is a linear regression.
     ``calls`` are arguments of the new layer with the outputs that it should give.
     """
-    twin = with_terms(layer, form.cp)
+    changed = with_terms(layer, form.cp)
     squares = products = torch.zeros((), dtype=torch.float64)
     bias = cast(Tensor | None, layer.bias)
     for args, kwargs, y in calls:
         wanted = by_position(layer, y)
         wanted = (wanted if bias is None else wanted - bias.reshape(wanted.shape[1:]).to(wanted)).transpose(0, 1)
         counted = 0
-        for z in term_responses(twin, *args, **kwargs):
+        for z in term_responses(changed, *args, **kwargs):
             part = wanted[:, counted : counted + len(z)]
             counted += len(z)
             if part.shape[1] != len(z):
-                return form  # not the positions that the outputs have
+                return form  # responses and outputs differ in their positions
             z = F.pad(z, (0, 1), value=1.0).transpose(0, 1)
             squares = squares.to(z.device) + (z.mT @ z).double()
             products = products.to(z.device) + (part.mT @ z).double()
@@ -100,9 +100,9 @@ def _regress(layer: CPLayer, form: Fitted, squares: Tensor, products: Tensor, sh
     if not scales.any():
         return form  # the weight is zero
     columns = F.pad(output_vectors(layer, cp) * scales, (0, 1))  # (G, O / G, R + 1)
-    if len(squares) > len(columns):  # groups that share their output vectors
+    if len(squares) > len(columns):  # groups share their output vectors
         squares, products = squares.sum(0, keepdim=True), products.sum(0, keepdim=True)
-    free = slice(None) if shift else slice(-1)  # with the constant, or without it
+    free = slice(None) if shift else slice(-1)  # with or without the constant
     left = (products - columns @ squares)[:, :, free]
     change = _solve(squares[:, free, free], left.mT).mT
     bias = form.bias
@@ -110,7 +110,7 @@ def _regress(layer: CPLayer, form: Fitted, squares: Tensor, products: Tensor, sh
         old, moved = cast(Tensor, layer.bias), change[:, :, -1].flatten()
         bias = (old.double() + moved.repeat(len(old) // len(moved))).to(old.dtype)
 
-    # A term of scale 0 may come to life: it starts from a zero vector at scale 1.
+    # A term of scale 0 may get an output vector: it starts from a zero vector at scale 1.
     alive = scales != 0
     mode = 1 if getattr(layer, "transposed", False) else 0
     factors = list(cp.factors)
@@ -121,7 +121,7 @@ def _regress(layer: CPLayer, form: Fitted, squares: Tensor, products: Tensor, sh
 
 
 def _solve(normal: Tensor, right: Tensor) -> Tensor:  # (..., r, r), (..., r, n) -> (..., r, n)
-    """Solve least squares through the normal equations, with a ridge."""
+    """Solve a least-squares problem through its normal equations, with a ridge."""
     size = normal.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(torch.finfo(normal.dtype).tiny)
     eye = torch.eye(normal.shape[-1], dtype=normal.dtype, device=normal.device)
     return torch.linalg.solve(normal + RIDGE * size * eye, right)

@@ -1,18 +1,18 @@
-"""What a truncation does to a model: before against after, layer by layer and in all."""
+"""Report what a truncation does to a model: before and after, for each layer and in total."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from cpnorm._checks import renamed_attribute
 from cpnorm.cp.tensor import CPTensor
-from cpnorm.describe.renamed import renamed
 from cpnorm.describe.tables import mega, share, table
 from cpnorm.nn.canonical import CPLayer, count_parameters, tie_key
 from cpnorm.nn.convert import canonical_layers
@@ -21,7 +21,10 @@ from cpnorm.nn.work import Work
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What truncation did to one layer. FLOPs are of the cheaper of dense and factors, with an example input only."""
+    """What a truncation did to one layer.
+
+    FLOPs are those of the dense weight or of the factors, whichever is less; None without an example input.
+    """
 
     name: str
     rank_before: int
@@ -33,36 +36,25 @@ class LayerReport:
     flops_after: int | None
     flops_dense: int | None
     energy: float  # kept: 1 - ||W - W_after||^2 / ||W||^2
-    dense: bool = False  # whether it has become a plain layer
+    dense: bool = False  # True if it has become a plain layer
 
-    weights_before = renamed("parameters_before")
-    weights_after = renamed("parameters_after")
-    weights_dense = renamed("parameters_dense")
+    weights_before = renamed_attribute("parameters_before")
+    weights_after = renamed_attribute("parameters_after")
+    weights_dense = renamed_attribute("parameters_dense")
 
     @property
     def changed(self) -> bool:
-        """Whether terms were dropped, or the layer has become plain."""
+        """Return True if terms were dropped or the layer has become plain."""
         return self.dense or self.rank_after < self.rank_before
 
     def _cells(self) -> list[str]:
-        return [
-            self.name or "(this layer)",
-            f"{self.rank_before:,}",
-            "dense" if self.dense else f"{self.rank_after:,}",
-            f"{self.parameters_before:,}",
-            f"{self.parameters_after:,}",
-            share(self.parameters_after, self.parameters_before),
-            share(self.parameters_after, self.parameters_dense),
-            mega(self.flops_before),
-            mega(self.flops_after),
-            share(self.flops_after, self.flops_dense),
-            f"{100 * self.energy:.2f} %",
-        ]
+        kept = "dense" if self.dense else f"{self.rank_after:,}"
+        return [self.name or "(this layer)", f"{self.rank_before:,}", kept, *_size_cells(_sizes(self), self.energy)]
 
 
 @dataclass(frozen=True)
 class Report:
-    """Printable. What truncation did, layer by layer; the totals count every parameter, and all FLOPs, of the model."""
+    """What a truncation did to a model; prints as a table. Totals count all parameters and FLOPs of the model."""
 
     budget: str
     layers: tuple[LayerReport, ...]
@@ -76,9 +68,9 @@ class Report:
     loss_before: float | None  # under a loss budget only
     loss_after: float | None
 
-    weights_before = renamed("parameters_before")
-    weights_after = renamed("parameters_after")
-    weights_dense = renamed("parameters_dense")
+    weights_before = renamed_attribute("parameters_before")
+    weights_after = renamed_attribute("parameters_after")
+    weights_dense = renamed_attribute("parameters_dense")
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -90,47 +82,44 @@ class Report:
         rows = [*(layer._cells() for layer in self.layers), self._all_else(), self._total()]
         lines = table(header, rows, left=(0,))
         if any(layer.energy < 0 for layer in self.layers):
-            lines += "\nenergy below 0 %: the outputs were fitted, and the weight itself is far from the old one"
+            lines += "\nenergy below 0 %: outputs were fitted to the data, and the weight is far from the old one"
         if self.loss_before is not None:
             lines += f"\nloss {self.loss_before:.4g} before, {self.loss_after:.4g} after"
         return f"{self.budget}\n{lines}"
 
     def _all_else(self) -> list[str]:
-        """Return the row that makes the others add up: biases, plain and skipped layers."""
-
-        def rest(field: str) -> int | None:
-            whole = getattr(self, field)
-            return None if whole is None else whole - sum(getattr(layer, field) or 0 for layer in self.layers)
-
-        before, after, dense = (rest(f"parameters_{when}") or 0 for when in ("before", "after", "dense"))
-        flops = [rest(f"flops_{when}") for when in ("before", "after", "dense")]
-        return [
-            "all else",
-            "",
-            "",
-            f"{before:,}",
-            f"{after:,}",
-            share(after, before),
-            share(after, dense),
-            mega(flops[0]),
-            mega(flops[1]),
-            share(flops[1], flops[2]),
+        """Return the row of everything that is not a truncated layer: biases, plain and skipped layers."""
+        layers = [_sizes(layer) for layer in self.layers]
+        rest = [
+            None if total is None else total - sum(sizes[n] or 0 for sizes in layers)
+            for n, total in enumerate(_sizes(self))
         ]
+        return ["all else", "", "", *_size_cells(rest)]
 
     def _total(self) -> list[str]:
-        return [
-            "in all",
-            f"{sum(layer.rank_before for layer in self.layers):,}",
-            f"{sum(layer.rank_after for layer in self.layers if not layer.dense):,}",
-            f"{self.parameters_before:,}",
-            f"{self.parameters_after:,}",
-            share(self.parameters_after, self.parameters_before),
-            share(self.parameters_after, self.parameters_dense),
-            mega(self.flops_before),
-            mega(self.flops_after),
-            share(self.flops_after, self.flops_dense),
-            f"{100 * self.energy:.2f} %",
-        ]
+        before = sum(layer.rank_before for layer in self.layers)
+        after = sum(layer.rank_after for layer in self.layers if not layer.dense)
+        return ["in all", f"{before:,}", f"{after:,}", *_size_cells(_sizes(self), self.energy)]
+
+
+def _sizes(report: LayerReport | Report) -> list[int | None]:
+    fields = (f"{what}_{when}" for what in ("parameters", "flops") for when in ("before", "after", "dense"))
+    return [getattr(report, field) for field in fields]
+
+
+def _size_cells(sizes: Sequence[int | None], energy: float | None = None) -> list[str]:
+    """Return the cells of a row for parameters and FLOPs, each before, after and dense."""
+    before, after, dense, *flops = sizes
+    return [
+        f"{before:,}",
+        f"{after:,}",
+        share(after, before),
+        share(after, dense),
+        mega(flops[0]),
+        mega(flops[1]),
+        share(flops[1], flops[2]),
+        "" if energy is None else f"{100 * energy:.2f} %",
+    ]
 
 
 def compare(
@@ -143,7 +132,7 @@ def compare(
     loss_before: float | None,
     loss_after: float | None,
 ) -> Report:
-    """Compare the layers as they are with the forms that some of them are to take; others are to become plain."""
+    """Compare the layers as they are with their new ``forms``; layers named in ``dense`` will become plain."""
     rows = []
     for name, layer in layers.items():
         before, after = layer.cp, forms.get(name, layer.cp)
@@ -187,7 +176,7 @@ def compare(
 def _energy_kept(before: CPTensor, after: CPTensor) -> float:
     wide = torch.promote_types(before.lambdas.dtype, torch.float32)
     old, new = before.to(wide).to_dense(), after.to(wide).to_dense()
-    largest = old.abs().amax().clamp_min(torch.finfo(wide).tiny)  # so that squares stay in range
+    largest = old.abs().amax().clamp_min(torch.finfo(wide).tiny)  # keeps squares in range
     old, new = old / largest, new / largest
     whole = old.square().sum(dtype=torch.float64).item()
     return 1 - (old - new).square().sum(dtype=torch.float64).item() / whole if whole else 1.0
@@ -196,9 +185,9 @@ def _energy_kept(before: CPTensor, after: CPTensor) -> float:
 def all_flops(
     model: nn.Module, work: Mapping[int, Work], ranks: Mapping[int, int] | None = None, dense: Collection[int] = ()
 ) -> int:
-    """Return the FLOPs of all linear and convolutional layers, canonical ones run the cheaper way.
+    """Return the FLOPs of all layers; canonical ones run dense or through their factors, whichever is less.
 
-    ``ranks`` are those of layers that are to have others, and ``dense`` are layers to become plain.
+    ``ranks`` has the new ranks of layers that change, and ``dense`` the layers that become plain, by ``tie_key``.
     """
     now = {tie_key(layer): layer.rank for layer in canonical_layers(model).values()} | dict(ranks or {})
     return sum(each.at(now[key]) if key in now and key not in dense else each.dense for key, each in work.items())

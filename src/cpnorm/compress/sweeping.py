@@ -1,4 +1,4 @@
-"""Try several budgets on a copy of a model: error or accuracy against size, and how sensitive each layer is."""
+"""Try several budgets on copies of a model: error or accuracy against size, and the sensitivity of each layer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One budget: what it leaves, and what that does to the outputs."""
+    """The result of one budget: parameters that are left, error of the outputs, and the metric."""
 
     budget: float  # share of the dense parameters asked for
     parameters: int
@@ -38,17 +38,17 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class LayerSensitivity:
-    """What half of a layer's parameters are expected to cost by themselves."""
+    """The error that is expected if one layer alone is cut to half of its parameters."""
 
     name: str
     parameters: int
     output_error: float  # relative to the norm of the network's outputs
-    rank: int  # at which its canonical form has half of its parameters
+    rank: int  # at which its canonical form has half of the dense parameters
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Printable: points from large to small, and the layers with the most sensitive first."""
+    """What ``sweep`` returns; prints as tables: points by descending size, layers by descending sensitivity."""
 
     parameters: int  # of the dense model
     metric_name: str | None
@@ -114,17 +114,18 @@ def sweep(
     progress: Progress | None = None,
     **options: Any,
 ) -> Sweep:
-    """Return what several budgets would do to a model, and how sensitive its layers are; the model stays as it is.
+    """Return what several budgets would do to a model, and the sensitivity of its layers; the model does not change.
 
     Args:
-        model: plain, or with canonical layers.
-        data: what to fit to, as for ``truncate``.
+        model: a plain model, or one with canonical layers.
+        data: data to fit to, as for ``truncate``.
         parameters: shares of the dense model's parameters to try.
-        evaluation: data to measure on, of the same form; ``data`` by default, which flatters fits to few samples.
-        metric: of (outputs, targets) of a batch, averaged over all; the share of right answers by default where the
+        evaluation: data to measure on, of the same form; by default ``data``, which makes a fit to few samples look
+            better than it is.
+        metric: a function of (outputs, targets) of a batch, averaged over all batches; by default the accuracy if the
             targets are class indices.
-        progress: called with (what is being done, steps done, steps in all).
-        options: for ``truncate``, such as ``skip=`` or ``round_ranks=``.
+        progress: called with (name of the step, steps done, steps in total).
+        options: further arguments of ``truncate``, such as ``skip=`` or ``round_ranks=``.
 
     >>> network = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
     >>> found = sweep(network, torch.randn(200, 32), parameters=(0.7, 0.4))
@@ -147,9 +148,9 @@ def sweep(
     for done, budget in enumerate(budgets):
         if progress:
             progress(f"{100 * budget:g} % of the parameters", done, len(budgets))
-        twin = copy.deepcopy(canonical)
-        report = truncate(twin, params=float(budget), data=batches, **options)
-        outputs = _outputs(twin, measured)
+        truncated = copy.deepcopy(canonical)
+        report = truncate(truncated, params=float(budget), data=batches, **options)
+        outputs = _outputs(truncated, measured)
         error = relative_error(zip(outputs, expected, strict=True))
         points.append(SweepPoint(budget, report.parameters_after, error, score(outputs) if score else None))
     if progress:
@@ -166,7 +167,7 @@ def _outputs(model: nn.Module, batches: Sequence[Batch]) -> list[Any]:
 def _metric(
     metric: Metric | None, outputs: Sequence[Any], batches: Sequence[Batch]
 ) -> tuple[str | None, Callable[[Sequence[Any]], float] | None]:
-    """Return the metric's name and the metric as a function of all outputs; None where there are no targets for it."""
+    """Return the metric's name and the metric as a function of all outputs, or None twice without suitable targets."""
     targets = [to_device_of(nn.Identity(), wanted) for _, wanted in batches]
     if metric is None:
         classes = all(
@@ -189,7 +190,7 @@ def _metric(
 
 
 def _sensitivity(model: nn.Module, batches: Sequence[Batch]) -> tuple[LayerSensitivity, ...]:
-    """Return what cutting each layer to half is expected to do to the outputs."""
+    """Return the expected error of the outputs if each layer alone is cut to half of its parameters."""
     layers = canonical_layers(model)
     inputs = [inputs for inputs, _ in batches]
     found, _ = calibrate(model, layers, inputs)

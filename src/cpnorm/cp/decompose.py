@@ -1,4 +1,4 @@
-"""From a dense weight to its canonical form: exact by slices, greedy by power iteration, or fitted by least squares."""
+"""Decompose a dense weight: exactly by its slices, greedily by power iteration, or by alternating least squares."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cpnorm._checks import check_generator, check_int, check_type, is_number
 from cpnorm.cp.als import Progress, als_sweeps, power_sweep, random_units, repeat, svd_of_wide, unit_rows
 from cpnorm.cp.tensor import CPTensor
 
-SMALL = 2**18  # numbers in a tensor times its rank, up to which several starts are tried
+SMALL = 2**18  # entries times rank, up to which alternating least squares tries several starts
 STARTS = 10
 
 P = ParamSpec("P")
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def in_full_precision(decompose: Callable[P, T]) -> Callable[P, T]:
-    """Without gradients, and outside of autocast, which would make the matrix products bfloat16."""
+    """Decorate a function to run without gradients and outside of autocast, which would multiply in bfloat16."""
 
     @wraps(decompose)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -33,7 +33,7 @@ def in_full_precision(decompose: Callable[P, T]) -> Callable[P, T]:
 
 
 def exact_rank(shape: Sequence[int]) -> int:
-    """The rank at which every tensor of this shape is exact: the product of all modes but the largest.
+    """Return the rank at which every tensor of this shape is exact: the product of all modes but the largest.
 
     >>> exact_rank((192, 64, 3, 3))
     576
@@ -43,11 +43,11 @@ def exact_rank(shape: Sequence[int]) -> int:
 
 @in_full_precision
 def cp_exact(weight: Tensor, rank: int | None = None, *, generator: torch.Generator | None = None) -> CPTensor:
-    """The canonical form made of the singular vectors of the slices along the two largest modes; nothing iterates.
+    """Decompose a weight into the singular vectors of its slices along the two largest modes, without iterations.
 
-    Exact at ``exact_rank(weight.shape)``, the default. All terms are orthogonal to each other, so a smaller rank, which
-    keeps the largest, is the best choice among them; terms beyond the exact rank have lambda 0 and random vectors.
-    Lambdas are singular values: never negative, in descending order.
+    The result is exact at ``exact_rank(weight.shape)``, the default. All terms are orthogonal to each other, so that a
+    smaller rank keeps the largest ones, which is the best selection. Terms beyond the exact rank have lambda 0 and
+    random vectors. Lambdas are singular values: non-negative and in descending order.
 
     >>> weight = torch.randn(32, 16, 3, 3)
     >>> cp_exact(weight).rank, round(cp_exact(weight).fit(weight), 4)
@@ -86,13 +86,14 @@ def cp_power(
     generator: torch.Generator | None = None,
     progress: Progress | None = None,
 ) -> CPTensor:
-    """The paper's greedy tensor power method: find a large rank-one term, subtract it, go on with what is left.
+    """Decompose a weight by the paper's greedy tensor power method: find a large rank-one term, subtract it, repeat.
 
     A pool of ``restarts`` candidates makes ``iterations`` sweeps over the modes as one batch of matrix products, and
-    the best becomes the next term. The others stay in the pool, since a subtracted term hardly moves them; the best,
-    and those that had come to the same term, start again at random. Lambdas are never negative; terms are in the order
-    found, so that the first r of them are the greedy approximation of rank r. For a matrix the method is the singular
-    value decomposition, and that is what is computed.
+    the best candidate becomes the next term. That candidate, and others that have converged to the same term, start
+    again from random vectors; the rest stay in the pool, since subtracting a term hardly changes them. Lambdas are
+    non-negative. Terms are in the order in which they are found, so that the first r of them are the greedy
+    approximation of rank r. For a matrix the method converges to the singular value decomposition, which is computed
+    directly.
 
     >>> weight = torch.randn(16, 8, 3, 3)
     >>> cp_power(weight, 40).fit(weight) > 0.5
@@ -117,12 +118,12 @@ def cp_power(
     found = [dense.new_zeros(rank, size) for size in sizes]
 
     def fresh() -> list[Tensor]:  # (S, d) for every mode
-        # A shift of its own for every mode: no combination of random vectors ever starts twice.
+        # Each mode is shifted by another amount, so that no combination of random vectors starts twice.
         return [start[(term + slots * shift) % len(start)] for shift, start in enumerate(starts, start=1)]
 
     pool = fresh()
 
-    def next_term() -> None:  # no Python value depends on a tensor here, so that a GPU can capture and replay it
+    def next_term() -> None:  # no Python value depends on a tensor, so that this can be replayed as a CUDA graph
         candidates = list(pool)
         for _ in range(iterations):
             values = power_sweep(residual, transposed, candidates)
@@ -139,9 +140,9 @@ def cp_power(
         term.add_(1)
 
         overlap = reduce(torch.mul, [(c * w).sum(1) for c, w in zip(candidates, winner, strict=True)])
-        again = ((overlap > 0.5) | (slots == best))[:, None]
+        restarted = ((overlap > 0.5) | (slots == best))[:, None]
         for slot, start, candidate in zip(pool, fresh(), candidates, strict=True):
-            slot.copy_(torch.where(again, start, candidate))
+            slot.copy_(torch.where(restarted, start, candidate))
 
     repeat(next_term, rank, dense.device, progress)
     factors = [found[order.index(mode)].mT.contiguous() for mode in range(dense.ndim)]
@@ -159,13 +160,14 @@ def cp_als(
     ridge: float = 0.1,
     generator: torch.Generator | None = None,
 ) -> CPTensor:
-    """Alternating least squares with norm control: the best fit of all, by terms that do not cancel each other.
+    """Decompose a weight by alternating least squares with a penalty that keeps terms from cancelling each other.
 
-    Each sweep solves for one mode after the other. Since the other modes have unit columns, a ridge on the solved one
-    is a price on the squared norms of the terms; it is ``ridge`` times the squared relative error, so that it guides
-    the early sweeps and vanishes as the fit nears 1. ``ridge=0`` is the plain method, whose terms can cancel
-    (``CPTensor.cancellation``) hundreds of times over. Stops when a sweep gains less than ``tolerance`` in fit.
-    Lambdas are never negative, in descending order.
+    Each sweep solves for one mode after the other. Since the other modes have unit columns, a ridge on the solved mode
+    penalises the squared norms of the terms. It is ``ridge`` times the squared relative error, so that it guides the
+    early sweeps and vanishes as the fit approaches 1. ``ridge=0`` is the plain method, whose terms can be hundreds of
+    times as large as the tensor and cancel (``CPTensor.cancellation``). The sweeps end when one improves the fit by
+    less than ``tolerance``. Lambdas are non-negative and in descending order. Of the three decompositions this one has
+    the best fit at a given rank, and takes longest.
 
     >>> weight = torch.randn(16, 8, 3, 3)
     >>> cp_als(weight, 60, generator=torch.Generator().manual_seed(0)).fit(weight) > 0.9
@@ -183,10 +185,10 @@ def cp_als(
     if isinstance(init, CPTensor):
         if init.shape != tuple(weight.shape) or init.rank != rank:
             expected = f"rank {rank} and shape {tuple(weight.shape)}"
-            raise ValueError(f"expected init of {expected}, got rank {init.rank} and shape {init.shape}")
+            raise ValueError(f"init: expected {expected}, got rank {init.rank} and shape {init.shape}")
         start = init.to(dense.device).to(torch.float64).normalize()
         if not (start.sigma * start.lambdas).isfinite().all():
-            raise ValueError(f"expected an init of finite numbers, got NaN or infinity in one of shape {init.shape}")
+            raise ValueError(f"init: expected finite values, got NaN or infinity in one of shape {init.shape}")
         start = CPTensor.from_terms(start.sigma * start.lambdas / scale, start.factors).to(dense.dtype)
     elif init == "random":
         start = _best_start(dense, rank, ridge, generator)
@@ -200,10 +202,10 @@ def cp_als(
 
 
 def _best_start(dense: Tensor, rank: int, ridge: float, generator: torch.Generator | None) -> CPTensor:
-    """Return random vectors or, for a small tensor of many modes, the best of several starts after a few sweeps.
+    """Return random vectors or, for a small tensor of more than three modes, the best of several starts.
 
-    From one random start the sweeps often end in a local optimum where there are more than three modes. The first
-    other start has the singular vectors of the unfoldings.
+    With that many modes, sweeps from a single random start often end in a local optimum. The starts are compared after
+    a few sweeps; one of them consists of the singular vectors of the unfoldings.
     """
 
     def random() -> list[Tensor]:
@@ -226,7 +228,7 @@ def _best_start(dense: Tensor, rank: int, ridge: float, generator: torch.Generat
 
 
 class RankEstimate(NamedTuple):
-    """The smallest rank found to reach the fit, and the fit at every rank that was tried, in ascending order."""
+    """What ``estimate_rank`` returns: the smallest rank that reached the fit, and (rank, fit) of all ranks tried."""
 
     rank: int
     curve: list[tuple[int, float]]
@@ -241,13 +243,14 @@ def estimate_rank(
     generator: torch.Generator | None = None,
     progress: Progress | None = None,
 ) -> RankEstimate:
-    """The rank at which alternating least squares reaches the fit, and the curve of fit against rank on the way there.
+    """Estimate the rank at which alternating least squares reaches a fit, and return the curve of fit against rank.
 
-    The paper lets the rank grow until the fit is near 1. Here it grows in sixteenths of the exact rank (below the first
-    of them in powers of two), each time from the terms found before and new ones from what they leave over, and then
-    bisects the last step. Each rank gets so many ``sweeps`` at most; more may find a lower rank, but hardly where the
-    fit is to be within 1e-4 of 1: they end when they gain too little. For a matrix the singular values give the answer
-    at once; ``fit=1`` asks for its numerical rank. The curve ends at the exact rank.
+    The paper increases the rank until the fit is near 1. Here the rank grows in steps of a sixteenth of the exact rank
+    (below the first step, in powers of two), each time from the terms found so far and new terms fitted to the
+    residual. The last step is then bisected. Each rank gets at most ``sweeps`` sweeps; more sweeps may find a lower
+    rank, except for a fit within 1e-4 of 1, where sweeps end because they gain too little. For a matrix the rank
+    follows from the singular values; ``fit=1`` gives its numerical rank. The curve is in ascending order of the rank
+    and ends at the exact rank.
 
     >>> weight = cp_power(torch.randn(16, 8, 3, 3), 6).to_dense()
     >>> estimate_rank(weight, generator=torch.Generator().manual_seed(0)).rank
@@ -259,7 +262,7 @@ def estimate_rank(
     if not (is_number(fit) and 0 < fit <= 1):
         raise ValueError(f"expected 0 < fit <= 1, got {fit!r}")
     bound = exact_rank(dense.shape)
-    largest_error = 1 - fit + max(dense.shape) * torch.finfo(dense.dtype).eps  # a fit of 1 up to rounding is one
+    largest_error = 1 - fit + max(dense.shape) * torch.finfo(dense.dtype).eps  # a fit of 1 is reached up to rounding
     if scale == 0:
         return RankEstimate(1, [(1, 1.0)])
     if _is_matrix(dense.shape):
@@ -270,7 +273,7 @@ def estimate_rank(
     rank = min(r for r, error in errors.items() if error <= largest_error)
     curve, best = [], 0.0
     for r in sorted(errors):
-        best = max(best, 1 - errors[r])  # what fewer terms reach, more terms reach
+        best = max(best, 1 - errors[r])  # more terms can always reach what fewer terms reach
         curve.append((r, best))
     return RankEstimate(rank, curve)
 
@@ -283,7 +286,7 @@ def _errors_by_growth(
     generator: torch.Generator | None,
     progress: Progress | None,
 ) -> dict[int, float]:
-    """Relative errors by rank, of growing ranks and then of those that halve the last step."""
+    """Return relative errors by rank: of growing ranks, then of the ranks that bisect the last step."""
     steps = 16
     doubling = [2**k for k in range(bound.bit_length()) if 2**k * steps < bound]
     grid = sorted({*doubling, *(-(-bound * k // steps) for k in range(1, steps))})
@@ -292,10 +295,9 @@ def _errors_by_growth(
     errors = {bound: 0.0}
     low, high = 0, bound
     while high - low > 1:
-        ahead = [r for r in grid if low < r < high]
-        rank = ahead[0] if high == bound and ahead else (low + high) // 2
-        left_over = dense - below.to_dense()
-        new = cp_power(left_over, rank - low, iterations=3, generator=generator)
+        larger = [r for r in grid if low < r < high]
+        rank = larger[0] if high == bound and larger else (low + high) // 2
+        new = cp_power(dense - below.to_dense(), rank - low, iterations=3, generator=generator)
         start = CPTensor.from_terms(
             torch.cat([below.lambdas, new.lambdas]),
             [torch.cat(pair, 1) for pair in zip(below.factors, new.factors, strict=True)],
@@ -314,22 +316,25 @@ def _errors_by_growth(
 
 
 def _scaled(weight: Tensor) -> tuple[Tensor, float]:
-    """The weight in at least single precision with norm 1 (or 0), so that no product over- or underflows; its norm."""
+    """Return the weight in at least single precision with norm 1 (or 0), and its norm.
+
+    Products of a tensor of norm 1 neither overflow nor underflow.
+    """
     check_type(weight, Tensor, "a tensor as weight")
     shape = tuple(weight.shape)
     if weight.is_meta or weight.layout != torch.strided:
         what = "on the meta device" if weight.is_meta else f"with layout {weight.layout}"
-        raise ValueError(f"expected a weight with values in memory, got one {what} of shape {shape}")
+        raise ValueError(f"weight: expected values in memory, got a tensor {what} of shape {shape}")
     if weight.ndim < 2:
-        raise ValueError(f"expected a weight with 2 modes or more, got shape {shape}")
-    if not weight.is_floating_point() or weight.element_size() < 2:  # smaller floats have no arithmetic
-        raise ValueError(f"expected a weight of real floating-point numbers, got {weight.dtype} of shape {shape}")
+        raise ValueError(f"weight: expected 2 modes or more, got shape {shape}")
+    if not weight.is_floating_point() or weight.element_size() < 2:  # torch has no arithmetic for 8-bit floats
+        raise ValueError(f"weight: expected real floating-point numbers, got {weight.dtype} of shape {shape}")
     if weight.numel() == 0:
-        raise ValueError(f"expected a weight that is not empty, got shape {shape}")
+        raise ValueError(f"weight: expected at least one entry, got shape {shape}")
     dense = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
     largest = dense.abs().amax().item()
     if not math.isfinite(largest):
-        raise ValueError(f"expected finite numbers, got NaN or infinity in a weight of shape {shape}")
+        raise ValueError(f"weight: expected finite values, got NaN or infinity in shape {shape}")
     if largest == 0:
         return dense, 0.0
     dense = dense / largest
@@ -346,7 +351,7 @@ def _checked_rank(rank: int, weight: Tensor) -> int:
 
 
 def _as_given(weight: Tensor, scale: float, lambdas: Tensor, factors: Sequence[Tensor]) -> CPTensor:
-    """Unit columns and lambdas of the weight's own size, in its own precision."""
+    """Return the terms with unit columns, scaled back by the weight's norm and in the weight's dtype."""
     unit = CPTensor.from_terms(lambdas, factors).normalize()
     cp = CPTensor.from_terms(unit.lambdas * scale, unit.factors).to(weight.dtype)
     if not cp.lambdas.isfinite().all():

@@ -11,9 +11,9 @@ from torch import Tensor
 def elimination_order(gram: Tensor) -> tuple[Tensor, Tensor]:  # (R, R) -> (R,), (R,)
     """Return the order in which to drop terms, and the squared error after 0, 1, ..., R - 1 terms are dropped.
 
-    One by one the term goes whose absence adds least to the squared error. When the set S is dropped the error is the
-    sum of ``gram`` over S x S, so that term r adds gram_rr + 2 sum_S gram_rs: less than nothing where it cancelled a
-    term that was dropped before.
+    At each step the term is dropped whose absence adds least to the squared error. When the set S is dropped, the error
+    is the sum of ``gram`` over S x S, so that term r adds gram_rr + 2 sum_S gram_rs. This is negative where it
+    cancelled a term that was dropped before.
     """
     gram = gram.double().cpu()
     cost = gram.diagonal().clone()

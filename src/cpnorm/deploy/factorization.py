@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from cpnorm._checks import Inputs, check_type, renamed
+from cpnorm._checks import Inputs, check_type, renamed_argument
 from cpnorm.deploy.candidates import NOISE, Goal, LayerForm, choose_layers, smallest_of_fastest
 from cpnorm.deploy.costs import FormCost, form_cost
 from cpnorm.deploy.equivalence import compare, runs_channels_last
@@ -60,7 +60,7 @@ def factorize(
       (out): Linear(in_features=8, out_features=512, bias=True)
     )
     """
-    cuda_graph = renamed("captured", captured, "cuda_graph", cuda_graph)
+    cuda_graph = renamed_argument("captured", captured, "cuda_graph", cuda_graph)
     if kernels and (forms or goal != "time" or not measure):
         raise ValueError("kernels=True requires measure=True, goal='time' and no forms")
     choice, traced = _choose(model, example_input, measure, goal, cuda_graph, forms, kernels)
@@ -94,7 +94,7 @@ def choose_forms(
             kernels take time and launches do not.
         forms: set the form of some layers, as in {"features.3": "depthwise"}; "dense" keeps a layer in one piece.
     """
-    cuda_graph = renamed("captured", captured, "cuda_graph", cuda_graph)
+    cuda_graph = renamed_argument("captured", captured, "cuda_graph", cuda_graph)
     return _choose(model, example_input, measure, goal, cuda_graph, forms)[0]
 
 
@@ -135,7 +135,7 @@ class Factorization:
             example_input: as for ``choose_forms``; kernels are compiled for its size and timed.
             cuda_graph: the model will run as a CUDA graph. Launching these kernels takes longer than launching torch's.
         """
-        cuda_graph = renamed("captured", captured, "cuda_graph", cuda_graph)
+        cuda_graph = renamed_argument("captured", captured, "cuda_graph", cuda_graph)
         _check_kernels(model)
         return self._with_kernels(model, trace(model, example_input), cuda_graph)
 

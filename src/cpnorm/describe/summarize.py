@@ -1,4 +1,4 @@
-"""What a canonical model weighs and does, layer by layer and in all."""
+"""Summarise a model: sizes, ranks, FLOPs and lambdas of each layer and in total."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from cpnorm._checks import renamed_attribute
 from cpnorm.cp.decompose import cp_exact, exact_rank
-from cpnorm.describe.renamed import renamed
 from cpnorm.describe.tables import mega, share, sparkline, table
 from cpnorm.nn.canonical import CPLayer, count_parameters, tie_key
 from cpnorm.nn.convert import canonical_layers, convertible_layers
@@ -19,7 +19,7 @@ from cpnorm.nn.coverage import DenseLayer, dense_layers
 from cpnorm.nn.work import Work, count_work
 
 SHARES = (0.5, 0.25, 0.1)  # of a plain layer's parameters
-DEGENERATE = 10.0  # from this cancellation on, terms work mostly against each other
+DEGENERATE = 10.0  # above this cancellation, most of the terms' norm cancels
 
 
 # --- a model as it is ---------------------------------------------------------------------------------------------
@@ -36,23 +36,23 @@ class LayerSummary:
     exact_rank: int
     parameters: int  # sigma, lambdas and vectors
     parameters_dense: int
-    path: str | None  # this and the FLOPs with an example input only
+    path: str | None  # path and FLOPs are None without an example input
     flops: int | None
     flops_dense: int | None
     lambdas: tuple[float, ...]  # absolute values, descending
     cancellation: float  # sum of the squared norms of the terms over that of W
 
-    weights = renamed("parameters")
-    weights_dense = renamed("parameters_dense")
+    weights = renamed_attribute("parameters")
+    weights_dense = renamed_attribute("parameters_dense")
 
     @property
     def degenerate(self) -> bool:
-        """Whether the terms work mostly against each other: unstable to train, and useless to truncate."""
+        """Return True if the terms mostly cancel each other: training is unstable, and truncation loses too much."""
         return self.cancellation > DEGENERATE
 
     def _remark(self) -> str:
         if not all(map(math.isfinite, (*self.lambdas, self.cancellation))):
-            return "broken: NaN or infinity among its numbers"
+            return "broken: NaN or infinity in its parameters"
         return f"degenerate: terms cancel {self.cancellation:.3g}-fold" if self.degenerate else ""
 
     def _cells(self) -> list[str]:
@@ -79,7 +79,7 @@ class LayerSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """Printable. ``layers`` are the canonical ones; the totals count every parameter of the model."""
+    """What ``summary`` returns; prints as a table. ``layers`` are canonical ones, totals count all parameters."""
 
     layers: tuple[LayerSummary, ...]
     parameters: int
@@ -87,12 +87,12 @@ class Summary:
     parameters_exact: int  # in canonical form at the exact ranks
     dense: tuple[DenseLayer, ...] = ()  # layers that have no canonical form
 
-    weights = renamed("parameters")
-    weights_dense = renamed("parameters_dense")
-    weights_exact = renamed("parameters_exact")
+    weights = renamed_attribute("parameters")
+    weights_dense = renamed_attribute("parameters_dense")
+    weights_exact = renamed_attribute("parameters_exact")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
@@ -126,7 +126,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class LayerPotential:
-    """One plain layer: what its canonical form would keep of the weight at a part of its parameters."""
+    """A plain layer, and the energy of its weight that a canonical form with fewer parameters would keep."""
 
     name: str
     kind: str
@@ -143,7 +143,7 @@ class LayerPotential:
 
 @dataclass(frozen=True)
 class Potential:
-    """Printable: what there is to gain from canonical form in a model that has no canonical layer yet."""
+    """What ``summary`` returns for a model without canonical layers: what truncation could save; prints as a table."""
 
     layers: tuple[LayerPotential, ...]
     parameters: int
@@ -167,7 +167,7 @@ class Potential:
 
 
 def _potential(model: nn.Module) -> Potential:
-    """Return what could be gained, by the singular values of each layer's exact form."""
+    """Return what truncation could save, by the singular values of each layer's exact form."""
     rows = []
     seen: set[int] = set()
     for name, layer in convertible_layers(model).items():
@@ -196,7 +196,7 @@ def _left_dense(layers: tuple[DenseLayer, ...]) -> str:
 def summary(model: nn.Module, example_input: Any = None) -> Summary | Potential:
     """Return shape, rank, parameters and lambdas of each canonical layer; with an example input its path and FLOPs.
 
-    For a model without canonical layers it returns what could be gained from them, a ``Potential``.
+    For a model without canonical layers, return a ``Potential``: what truncation could save in each layer.
 
     >>> from cpnorm import canonical_norm
     >>> overview = summary(canonical_norm(nn.Linear(20, 10)), torch.randn(1, 20))

@@ -9,31 +9,31 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int]) -> str:
-    """Aligned columns; one that says nothing in any row is left out."""
+    """Return aligned columns of text, without columns that are empty in all rows."""
     full = [[*row, *[""] * (len(header) - len(row))] for row in rows]
-    said = [n for n in range(len(header)) if any(row[n].strip(" –") for row in full)]
-    widths = {n: max(len(line[n]) for line in (header, *full)) for n in said}
+    shown = [n for n in range(len(header)) if any(row[n].strip(" –") for row in full)]
+    widths = {n: max(len(line[n]) for line in (header, *full)) for n in shown}
     lines = [
-        "  ".join(line[n].ljust(widths[n]) if n in left else line[n].rjust(widths[n]) for n in said).rstrip()
+        "  ".join(line[n].ljust(widths[n]) if n in left else line[n].rjust(widths[n]) for n in shown).rstrip()
         for line in (header, *full)
     ]
     return "\n".join(lines)
 
 
 def share(part: int | None, whole: int | None) -> str:
-    """In percent, with the digits that say something: 25 %, 0.71 %."""
+    """Return a share in percent with three significant digits, such as 25 % or 0.71 %."""
     if part is None or not whole:
         return "–"
     return f"{100 * part / whole:.3g} %"
 
 
 def mega(number: int | None) -> str:
-    """In millions."""
+    """Return a number in millions."""
     return "–" if number is None else f"{number / 1e6:,.2f}"
 
 
 def sparkline(values: Sequence[float], width: int = 12) -> str:
-    """Bars of descending values relative to the first, in ``width`` characters or fewer.
+    """Return descending values as bars relative to the first, in at most ``width`` characters.
 
     >>> sparkline([8, 4, 2, 1])
     '█▄▂▁'

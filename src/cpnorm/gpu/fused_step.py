@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from cpnorm._checks import check_type
 from cpnorm.gpu.fused_launch import has_triton, kernels_supported
 from cpnorm.gpu.optimizer_rules import optimizer_rule
 from cpnorm.nn.canonical import CPLayer
@@ -70,6 +71,7 @@ class FusedTrainStep:
         *,
         renormalize: bool = True,
     ) -> None:
+        check_type(optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
         rule = optimizer_rule(optimizer)
         if rule is None:
             raise ValueError(
@@ -81,6 +83,7 @@ class FusedTrainStep:
         if not layers:
             raise ValueError("layers: expected at least one layer, got none")
         for layer in layers:
+            check_type(layer, CPLayer, "canonical layers")
             if not self.supports(layer):
                 raise ValueError(f"layers: expected layers that FusedTrainStep.supports, got {layer}")
             if renormalize and not all(_is_unit(factor) for factor in layer.factors):
