@@ -90,7 +90,7 @@ def no_weight(call: Callable[[Any], object]) -> list[Bad]:
         ("w", "expected a tensor as weight, got a str"),
         ([[1.0, 2.0]], "expected a tensor as weight, got a list"),
         (W.to("meta"), r"weight: expected values in memory, got a tensor on the meta device of shape \(4, 3, 2\)"),
-        (W[0].to_sparse(), r"with values in memory, got one with layout torch.sparse_coo"),
+        (W[0].to_sparse(), r"expected values in memory, got a tensor with layout torch.sparse_coo"),
         (W.to(torch.float8_e4m3fn), "real floating-point numbers, got torch.float8_e4m3fn"),
         (W.long(), "real floating-point numbers, got torch.int64"),
         (W.to(torch.complex64), "real floating-point numbers, got torch.complex64"),
