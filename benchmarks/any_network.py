@@ -7,7 +7,7 @@
 4. Evaluation of a canonical model that was not truncated: at most 1.02 times the dense one.
 5. ``canonical_norm`` of a ResNet-50, exact: at most 3 s on the H200, 20 s on two CPU cores.
 
-Networks of timm and transformers, random inputs, SGD with momentum, ``renormalize_after``; public names only. The
+Networks of timm (or pytorchcv, where that is missing) and transformers, random inputs, SGD with momentum, ``renormalize_after``; public names only. The
 variants of a network take turns inside one run: medians over rounds, and ratios of medians to the plain network's.
 ``host_ms`` is the time until a step or an evaluation has started all its kernels on an idle GPU, and ``busy_ms`` the
 time its kernels take: the larger of the two bounds the step.
@@ -56,12 +56,16 @@ def build(name: str) -> nn.Module:
         return linears_for_conv1d(GPT2LMHeadModel(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)))
     if name == "alexnet-32":  # the paper's
         return alexnet(classes=100)
+    kind = name.partition("-")[0]
+    if importlib.util.find_spec("timm") is None and kind != "vit_small":
+        from pytorchcv.model_provider import get_model
+
+        model = get_model(kind, num_classes=100)
+        model.features.final_pool = nn.AdaptiveAvgPool2d(1)  # images may be small
+        return model
     import timm
 
-    if name == "vit_small":
-        return timm.create_model("vit_small_patch16_224", num_classes=100)
-    kind = name.partition("-")[0]
-    return timm.create_model(kind, num_classes=100)
+    return timm.create_model("vit_small_patch16_224" if kind == "vit_small" else kind, num_classes=100)
 
 
 def batch_of(name: str, size: int, device: str) -> tuple[Tensor, Tensor]:

@@ -180,21 +180,38 @@ class CPLayer(CanonicalTerms):
             return self.path == "rebuild"
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return self.plan(x.shape).path == "rebuild"
-        keeps, plans = self._keeps_weight(), self._form.plans
+        keeps = self._keeps_weight()
         if keeps and x.is_cuda:  # a weight that is kept costs nothing, and a GPU runs one kernel faster than three
             return True
-        key = (self.rank, tuple(x.shape), keeps, torch.is_grad_enabled(), x.is_cuda)
+        return self._planned_path(x.shape, torch.is_grad_enabled(), keeps) == "rebuild"
+
+    def _planned_path(self, shape: torch.Size, training: bool, built: bool) -> str:
+        """Return the planner's choice, from memory where it was asked before."""
+        plans, key = self._form.plans, (self.rank, shape, training, built, self.lambdas.is_cuda)
         if key not in plans:
             if len(plans) > 64:  # inputs of many sizes
                 plans.clear()
-            plans[key] = self.plan(x.shape, built=keeps).path
-        return plans[key] == "rebuild"
+            plans[key] = self.plan(shape, training=training, built=built).path
+        return plans[key]
+
+    def trains_by_rebuilding(self) -> bool:
+        """Return True if a training loop should build W for inputs such as the last one.
+
+        On a GPU it should at all ranks: the kernels that build all weights of a network together cost less than the
+        launches of a layer that runs through its factors.
+        """
+        shape = self._form.input_shape
+        if self.path != "auto" or self.lambdas.is_cuda or shape is None:
+            return self.path != "factors"
+        return self._planned_path(shape, True, False) == "rebuild"
 
     def _dense_for(self, x: Tensor) -> Tensor | None:
         """Return the dense weight if it should meet this input, and None if the factors should."""
         prebuilt = self.valid_prebuilt()
-        if x.ndim == 4 and not (x.is_nested or torch.compiler.is_compiling()):
-            self._form.channels_last = x.stride(1) == 1 and not x.is_contiguous()
+        if not (x.is_nested or torch.compiler.is_compiling()):
+            self._form.channels_last = x.ndim == 4 and x.stride(1) == 1 and not x.is_contiguous()
+            if not x.is_cuda and self._fits(x):
+                self._form.input_shape = x.shape
         if prebuilt is not None:
             return prebuilt[0] if len(prebuilt) == 1 else prebuilt[0] @ prebuilt[1].mT
         return self._dense() if self._rebuilds(x) else None

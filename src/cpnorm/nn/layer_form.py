@@ -52,6 +52,7 @@ class Form:
         renormalizer: what keeps the columns unit, if anything does.
         plans: paths the planner chose before, by rank and size of the input.
         channels_last: whether the last input of a 2-d convolution lay in memory that way; its weight should, too.
+        input_shape: that of the last input on a CPU.
     """
 
     modes: tuple[int, ...]
@@ -61,6 +62,7 @@ class Form:
     renormalizer: Renormalizer | None = None
     plans: dict[Any, str] = field(default_factory=dict)
     channels_last: bool = False
+    input_shape: torch.Size | None = None
 
 
 def compute_dtype(parameter: Tensor) -> torch.dtype:

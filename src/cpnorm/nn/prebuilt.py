@@ -238,7 +238,8 @@ class NetworkWeights:
         found += [p.requires_grad for p in self._parameters]
         found += [p.size(0) for p in self._lambdas]
         for layer in self._layers:
-            found += (layer._form.path, layer._form.channels_last)
+            form = layer._form
+            found += (form.path, form.channels_last, form.input_shape)
         if found != self._signature:
             self._signature, self._renormalizer = found, None
             self._programs.clear()
@@ -247,7 +248,8 @@ class NetworkWeights:
             self._trained = [
                 index
                 for index, layer in enumerate(self._layers)
-                if not (self._sharded or layer.path == "factors")
+                if not self._sharded
+                and layer.trains_by_rebuilding()
                 and (layer.lambdas.dtype, layer.lambdas.device) == (first.dtype, first.device)
                 and all(parameter.requires_grad for parameter in layer.canonical_parameters())
             ]
