@@ -7,10 +7,10 @@
 4. Evaluation of a canonical model that was not truncated: at most 1.02 times the dense one.
 5. ``canonical_norm`` of a ResNet-50, exact: at most 3 s on the H200, 20 s on two CPU cores.
 
-Networks of timm (or pytorchcv, where that is missing) and transformers, random inputs, SGD with momentum, ``renormalize_after``; public names only. The
-variants of a network take turns inside one run: medians over rounds, and ratios of medians to the plain network's.
-``host_ms`` is the time until a step or an evaluation has started all its kernels on an idle GPU, and ``busy_ms`` the
-time its kernels take: the larger of the two bounds the step.
+Networks of timm (where it is missing, of pytorchcv) and transformers, random inputs, SGD with momentum,
+``renormalize_after``; public names only. The variants of a network take turns inside one run: medians over rounds, and
+ratios of medians to the plain network's. ``host_ms`` is the time until a step or an evaluation has started all its
+kernels on an idle GPU, and ``busy_ms`` the time its kernels take: the larger of the two bounds the step.
 
     python benchmarks/any_network.py --device cuda --out FILE      # all networks, eager and compiled
     python benchmarks/any_network.py --network resnet18-32 --batch 64
