@@ -12,7 +12,7 @@ from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.report.ablations import explanations
 from cpnorm.lab.report.charts import curves
 from cpnorm.lab.report.claims import claims
-from cpnorm.lab.report.comparison import compare, exact_bound
+from cpnorm.lab.report.comparison import compare, count_agreement, exact_bound
 from cpnorm.lab.report.records import read_results
 
 SPREAD = (-0.3, -0.2, -0.1, 0.0, 0.0, 0.1, 0.2, 0.3)
@@ -25,6 +25,10 @@ def lines(row, mean, n=8, spread=1.0, weights=None, curve=None):
         line = {"table": row.partition("/")[0], "row": row, "seed": seed, "final": final, "best": final + 0.5}
         out.append(line | {"weights": weights, "curve": {"test_accuracy": curve or []}})
     return out
+
+
+def from_networks(runs, count):
+    return [line | {"compress": {"network": line["seed"] % count}} for line in runs]
 
 
 def records_of(tmp_path, *groups):
@@ -57,18 +61,48 @@ class TestVerdicts:
         p = 1.0
         if n > 1:
             ours = (sum(finals) / n, stats.tstd(finals), n)
-            p = stats.ttest_ind_from_stats(*ours, 87.06, 0.36, 8, equal_var=False).pvalue
+            p = stats.ttest_ind_from_stats(*ours, 87.06, 0.36 * (8 / 7) ** 0.5, 8, equal_var=False).pvalue
         assert (entry.status, entry.words.replace("\xa0", " ")) == (status, words.format(p=p))
 
     def test_p_is_scipys_for_the_last_epoch_and_for_the_best(self, tmp_path):
         finals = [87.3 + d for d in SPREAD]
         entry = comparison(records_of(tmp_path, lines("cifar10/none-sgd", 87.3)), "cifar10/none-sgd")
         mean, sd = sum(finals) / 8, stats.tstd(finals)
-        last = stats.ttest_ind_from_stats(mean, sd, 8, 87.06, 0.36, 8, equal_var=False)
-        best = stats.ttest_ind_from_stats(mean + 0.5, sd, 8, 87.06, 0.36, 8, equal_var=False)
+        last = stats.ttest_ind_from_stats(mean, sd, 8, 87.06, 0.36 * (8 / 7) ** 0.5, 8, equal_var=False)
+        best = stats.ttest_ind_from_stats(mean + 0.5, sd, 8, 87.06, 0.36 * (8 / 7) ** 0.5, 8, equal_var=False)
         assert entry.difference.p == pytest.approx(last.pvalue)
         assert entry.difference_of_best.p == pytest.approx(best.pvalue)
         assert (entry.last.mean, entry.best.max) == (pytest.approx(87.3), pytest.approx(88.1))
+
+    def test_runs_from_one_network_are_one(self, tmp_path):
+        runs = lines("compress-cifar10/50", 85.0)
+        assert comparison(records_of(tmp_path, from_networks(runs, 1)), "compress-cifar10/50").difference.p is None
+        few = comparison(records_of(tmp_path, from_networks(runs, 2)), "compress-cifar10/50")
+        many = comparison(records_of(tmp_path, from_networks(runs, 8)), "compress-cifar10/50")
+        assert (few.runs, few.networks, many.networks) == (8, 2, 8)
+        assert many.difference.p < 0.001 < few.difference.p
+        assert few.difference.value == pytest.approx(many.difference.value)
+
+    def test_the_best_epoch_of_the_mean_curve(self, tmp_path):
+        first, second = lines("cifar10/none-sgd", 87.0, 2)
+        first["curve"], second["curve"] = (
+            {"test_accuracy": curve} for curve in ([80.0, 90.0, 85.0], [84.0, 70.0, 83.0])
+        )
+        assert comparison(records_of(tmp_path, [first, second]), "cifar10/none-sgd").best_of_mean == 84.0
+
+    def test_rows_are_counted_once_and_tested_together(self, tmp_path):
+        near = stats.ttest_ind_from_stats(
+            87.44, stats.tstd(SPREAD), 8, 87.06, 0.36 * (8 / 7) ** 0.5, 8, equal_var=False
+        )
+        assert 0.025 < near.pvalue < 0.05  # significant alone, not as one of two
+        groups = lines("cifar10/none-sgd", 87.44), lines("cifar10/cp-sgd", 88.3)
+        records = records_of(tmp_path, *groups)
+        keys = ("cifar10/none-sgd", "cifar10/cp-sgd", "init-sgd/decomposition", "compress-cifar10/0")
+        entries = [comparison(records, key) for key in keys]
+        found = count_agreement(entries)
+        assert (found.rows, found.measured, found.complete, found.tested) == (2, 2, 2, 2)
+        assert (found.apart, found.within, found.above, found.agree) == (0, 1, 1, 2)
+        assert count_agreement(entries[:1]).apart == 1
 
     def test_the_last_20_epochs_of_runs_that_have_twice_as_many(self, tmp_path):
         curve = [10.0] * 20 + [80.0] * 19 + [40.0]
@@ -273,7 +307,7 @@ class TestClaims:
         claim = self.answers(records_of(tmp_path, lines("cifar10/cp-sgd", 88.3), cut))["compression"]
         column = [column.group or column.name for column in claim.grid.columns].index("− truncated network")
         assert [cell.text for cell in claim.grid.rows[0][column - 1 : column + 1]] == ["86.25", "+1.75"]
-        cut[0]["compress"] = {"accuracy_before": 88.25}
+        cut[0]["compress"] = {"accuracy_before": 88.25, "network": "another"}
         claim = self.answers(records_of(tmp_path, lines("cifar10/cp-sgd", 88.3), cut))["compression"]
         assert claim.grid.rows[0][column - 1].text == "86.25 or 88.25"
         cut[0]["compress"] = {}  # a record of another version
@@ -281,14 +315,14 @@ class TestClaims:
         assert claim.grid.rows[0][column - 1].text == "86.25"
 
     def test_against_tai(self, tmp_path):
-        groups = [lines("tai/canonical-91", 83.9), lines("tai/low-rank-90", 83.0)]
+        groups = [from_networks(lines("tai/canonical-91", 83.9), 8), from_networks(lines("tai/low-rank-90", 83.0), 8)]
         claim = self.answers(records_of(tmp_path, *groups))["tai"]
         assert claim.answer == "Yes."
         assert "0.90 points more accurate" in claim.explanation
         dips = [line | {"final": line["final"] - 9.0 * (line["seed"] % 2)} for line in groups[0]]
         claim = self.answers(records_of(tmp_path, dips, groups[1]))["tai"]
         assert claim.answer == "Partly."  # the last epoch alone shows nothing
-        assert "By the 2 measures below it is significantly more accurate in 1, less in 0" in claim.explanation
+        assert "By the 2 tested measures below it is significantly more accurate in 1, less in 0" in claim.explanation
 
     def test_chance_alone_is_corrected_for(self, tmp_path):
         """With every method alike, Holm keeps a whole claim at 5 %: of 40 worlds no more than a few may claim a win."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from cpnorm.lab.paper import tables as paper
@@ -12,7 +12,7 @@ from cpnorm.lab.paper.tables import Table
 from cpnorm.lab.report import charts, code_protocol, explorer, figures, networks, recipes, story
 from cpnorm.lab.report.ablations import explanations
 from cpnorm.lab.report.claims import claims
-from cpnorm.lab.report.comparison import LAST, Comparison, compare, exact_bound
+from cpnorm.lab.report.comparison import LAST, Comparison, compare, count_agreement, exact_bound
 from cpnorm.lab.report.document import (
     MISSING,
     Cell,
@@ -36,6 +36,7 @@ from cpnorm.lab.report.records import Records, read_results
 from cpnorm.lab.report.statistics import SIGNIFICANT
 from cpnorm.lab.report.tally import Claim
 
+FORWARD_ONLY = "beyond-batch/adam-free"  # vectors divided in the forward pass only, as in the authors' code
 TITLE = "Canonical convolutional networks, measured again"
 
 
@@ -50,6 +51,7 @@ def build(results: str | Path, data_dir: str | Path | None = None) -> Document:
     everything = [entry for entries in compared.values() for entry in entries]
     answers = claims(records)
     cuts = networks.read_cuts(Path(results))
+    coded = code_protocol.read(records, Path(results))
     own = [key for keys in recipes.own_tables(records).values() for key in keys if not key.startswith("checks/")]
     sections = [
         agreement(everything, records),
@@ -60,14 +62,15 @@ def build(results: str | Path, data_dir: str | Path | None = None) -> Document:
             [Fold("How to read the tables", [Text(READING)])],
             [table_section(table, compared[table.key], records) for table in paper.tables()],
         ),
-        *([coded] if (coded := code_protocol.section(records, Path(results))) else []),
+        *([code_protocol.section(records, coded)] if coded else []),
         *([cut_networks] if (cut_networks := networks.section(cuts)) else []),
         recipes.section(records, own),
         explorer_section(records),
         figures_section(records, data_dir, Path(results) / "figures"),
         provenance(records),
     ]
-    sentences = story.sentences(everything, answers, records, own, cuts)
+    in_short = code_protocol.agreement_sentence(coded) if coded else ""
+    sentences = story.sentences(everything, answers, records, own, cuts, in_short)
     return Document(TITLE, charts.lead(records, own, cuts), sentences, sections)
 
 
@@ -81,15 +84,15 @@ def agreement(entries: Sequence[Comparison], records: Records) -> Section:
     if not measured:
         section.blocks.append(Text("No row of the paper has a finished run yet."))
         return section
-    tested = [entry for entry in measured if entry.difference and entry.difference.p is not None]
-    apart = sum(bool(entry.difference and entry.difference.significant) for entry in tested)
-    best = [e.difference_of_best for e in measured if e.difference_of_best and e.difference_of_best.p is not None]
+    found = count_agreement(entries)
     section.blocks.append(
         Text(
-            f"{apart} of {len(tested)} rows differ significantly from the paper (Welch's test at "
-            f"{100 * SIGNIFICANT:g} %) when the last epoch is compared, and {sum(d.significant for d in best)} of "
-            f"{len(best)} when each run's best epoch is. By chance alone about "
-            f"{math.ceil(SIGNIFICANT * len(tested))} would."
+            f"With the settings of the paper's text, {found.apart} of {found.tested} distinct rows differ "
+            f"significantly from the paper by the last epoch (at {100 * SIGNIFICANT:g} %, after Holm's correction over "
+            f"all of them; a row that repeats the runs of another one counts once). {found.agree} of {found.measured} "
+            "lie within one published standard deviation or show no significant difference. Trainings are tested by "
+            "Welch's test; cuts with the network that they start from as the unit, of which there are only one or two "
+            "a table, so that their tests show little."
         )
     )
     drawing = charts.overview(measured)
@@ -145,13 +148,17 @@ def claims_section(answers: Sequence[Claim]) -> Section:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 READING = (
-    "Accuracies are in percent of the test set, mean ± one sample standard deviation over seeds. The paper does not "
-    "say which epoch its numbers belong to, and the authors' code prints the best one on the test set; since its "
-    "means and maxima cannot come from the same eight values, the mean of our last epochs is compared with the "
-    "published mean, and the best epoch of any run with the published maximum. The next column has the "
-    f"mean over the last {LAST} epochs, for runs that have {2 * LAST} or more. Best epochs are chosen on the test set "
-    "and are therefore optimistic. p is Welch's test from means, deviations and numbers of runs (the paper's: 8); "
-    "below 0.05 the verdict says “different”, otherwise “no difference shown”, which with few runs says little. "
+    "Accuracies are in percent of the test set; ours are mean ± one sample standard deviation over seeds, the paper's "
+    "as printed, with the standard deviation of the population of its eight runs, which the tests turn into that of "
+    "the sample. By the authors' own logs a published mean is that of one epoch, usually the last, and a maximum the "
+    "best epoch of any run: the mean of our last epochs is compared with the published mean, and the best epoch of any "
+    "run with the published maximum. “Mean curve” is the highest mean over the runs of any epoch, which one published "
+    f"mean (MNIST, CP with RMSprop) is. “Last {LAST}” is the mean over the last {LAST} epochs, for runs that have "
+    f"{2 * LAST} or more. Best epochs are chosen on the test set and are therefore optimistic. p is Welch's test from "
+    "means, deviations and numbers of runs (the paper's: 8). Runs of a cut that start from the same network are not "
+    "independent: there the network is the unit (n is runs / networks, “points” the difference of the mean over "
+    "networks), and with one network there is no test. Below 0.05 the verdict of a row says “different”, otherwise “no "
+    "difference shown”, which with few runs says little; these p are not corrected for the number of rows. "
     "Runs that diverged are counted in the verdict and left out of the means. Two things are not the paper's: on a "
     "GPU, runs are trained in mixed precision (bfloat16, with weights and optimizer in float32) unless their settings "
     "say otherwise; and batch sizes, which the paper does not give, are those of its code or came closest to "
@@ -178,7 +185,10 @@ def accuracy_grid(table: Table, entries: Sequence[Comparison]) -> Grid:
         Column("row", words=True),
         Column("verdict", words=True),
         *(Column(name, "paper") for name in ("mean ± sd", "max", "parameters")),
-        *(Column(name, "ours") for name in ("last epoch", f"last {LAST}", "best epoch", "max", "parameters", "n")),
+        *(
+            Column(name, "ours")
+            for name in ("last epoch", f"last {LAST}", "mean curve", "best epoch", "max", "parameters", "n")
+        ),
         *(Column(name, "ours − paper") for name in ("points", "p, last", "p, best")),
     ]
     rows = []
@@ -195,10 +205,11 @@ def accuracy_grid(table: Table, entries: Sequence[Comparison]) -> Grid:
                 count(published.weights),
                 mean_sd(entry.last),
                 mean_sd(entry.late),
+                number(entry.best_of_mean),
                 mean_sd(best),
                 number(best.max if best else None),
                 count(entry.parameters),
-                Cell(str(entry.runs), entry.runs),
+                code_protocol.runs_cell(entry),
                 signed(difference.value if difference else None),
                 p_cell(difference.p if difference else None),
                 p_cell(of_best.p if of_best else None),
@@ -259,11 +270,14 @@ def rank_grid(table: Table, records: Records) -> Grid:
 def figures_section(records: Records, data_dir: str | Path | None, earlier: Path) -> Section:
     """Return the paper's figures that show results; those that cannot be drawn are named."""
     by_key = {figure.key: figure for figure in paper.figures()}
+    after = by_key["lambda-after"]
+    if records.finished(FORWARD_ONLY):
+        after = replace(after, row=FORWARD_ONLY)
     drawn: dict[str, list[Drawing | None]] = {
         "samples": [*figures.samples(data_dir, earlier)],
         "lambda-progress": [figures.lambda_progress(by_key["lambda-progress"], records)],
         "lambda-before": [figures.lambda_histogram(by_key["lambda-before"], "before", records)],
-        "lambda-after": [figures.lambda_histogram(by_key["lambda-after"], "after", records)],
+        "lambda-after": [figures.lambda_histogram(after, "after", records)],
         "fit-rank": [figures.fit_against_rank(by_key["fit-rank"], records)],
     }
     section = Section("figures", "The paper's figures")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.paper.authors_runs import Curves, authors_runs
 from cpnorm.lab.paper.protocols import CODE
 from cpnorm.lab.paper.tables import Row, Table
 from cpnorm.lab.report import against_authors
-from cpnorm.lab.report.comparison import Comparison, compare, last_epochs, published_mean
+from cpnorm.lab.report.comparison import Comparison, compare, count_agreement, last_epochs
 from cpnorm.lab.report.document import (
     Cell,
     Column,
@@ -25,17 +26,18 @@ from cpnorm.lab.report.document import (
     words,
 )
 from cpnorm.lab.report.drawing import finish, style
-from cpnorm.lab.report.nested import by_network, nested_difference
 from cpnorm.lab.report.records import Records, Run, numbers, read_results
-from cpnorm.lab.report.statistics import SIGNIFICANT, Difference, holm, summarize
+from cpnorm.lab.report.statistics import summarize
 
 
-def section(records: Records, results: Path) -> Section | None:
-    """Return the section, or None where the results have no records of the second protocol."""
+def read(records: Records, results: Path) -> Records | None:
+    """Return the records of the second protocol, or None where the results have none."""
     folder = CODE.below(results)
-    if not folder.is_dir():
-        return None
-    coded = with_recorded(read_results(folder), records)
+    return with_recorded(read_results(folder), records) if folder.is_dir() else None
+
+
+def section(records: Records, coded: Records) -> Section:
+    """Return the section on the second protocol."""
     part = Section(
         "code",
         "With the settings of the authors' code",
@@ -45,20 +47,20 @@ def section(records: Records, results: Path) -> Section | None:
                 "code and logs show, fixed from that evidence before they were run. Three rows of CIFAR-10 with SGD "
                 "are an exception: their batch and momentum are fitted to the published accuracies, so that agreement "
                 "is a matter of choice. Runs of the tables above count here too where their settings are the same. "
-                "Cuts that start from several networks are tested with the network as the unit (a random effect), "
-                "everything else by Welch's test."
+                "Cuts are tested with the network that they start from as the unit (a random effect), everything else "
+                "by Welch's test. “Mean curve” is the highest mean over the runs of any epoch."
             )
         ],
     )
     part.blocks.append(Text(agreement_sentence(coded)))
     for table in CODE.tables.values():
-        lines = [(row, compare(row, table, coded)) for row in table.rows if coded.finished(row.same_as or row.key)]
+        lines = [compare(row, table, coded) for row in table.rows if coded.finished(row.same_as or row.key)]
         if table.ranks and any((table.key, layer.layer) in coded.estimates for layer in table.ranks):
             part.blocks.append(rank_grid(table, coded))
         elif lines and table.rows[0].published:
-            part.blocks.append(code_grid(table, lines, records, coded))
+            part.blocks.append(code_grid(table, lines, records))
         elif lines:
-            part.blocks.append(arms_grid(table, [row for row, _ in lines], coded))
+            part.blocks.append(arms_grid(table, [entry.row for entry in lines], coded))
     missing = [r.key for t in CODE.tables.values() for r in t.rows if not coded.finished(r.same_as or r.key)]
     if missing:
         part.blocks.append(Fold(f"{len(missing)} rows not measured yet", [Text(f"{', '.join(missing)}.")]))
@@ -70,16 +72,11 @@ def section(records: Records, results: Path) -> Section | None:
 def agreement_sentence(coded: Records) -> str:
     """Say how many distinct rows agree with the paper; rows that show the runs of another one count once."""
     tables = [table for table in CODE.tables.values() if table.rows and table.rows[0].published]
-    rows = [(row, table) for table in tables for row in table.rows if row.published and not row.same_as]
-    entries = [(row, compare(row, table, coded)) for row, table in rows if coded.finished(row.key)]
-    differences = [_difference(row, entry, coded) for row, entry in entries]
-    corrected = holm([difference.p if difference else None for difference in differences])
-    within = [entry.status == "within" for _, entry in entries]
-    alike = [close or (p is not None and p >= SIGNIFICANT) for close, p in zip(within, corrected, strict=True)]
+    found = count_agreement([compare(row, table, coded) for table in tables for row in table.rows if row.published])
     return (
-        f"{len(entries)} of {len(rows)} distinct rows are measured under this protocol. {sum(alike)} of them agree "
-        f"with the paper: {sum(within)} lie within one published standard deviation, the others show no significant "
-        "difference after Holm's correction over all of them."
+        f"With the settings of the authors' code, {found.measured} of {found.rows} distinct rows are measured so far; "
+        f"{found.agree} of them agree with the paper: {found.within} lie within one published standard deviation, the "
+        "others show no significant difference after Holm's correction over all of them."
     )
 
 
@@ -93,19 +90,29 @@ def with_recorded(coded: Records, records: Records) -> Records:
     return replace(coded, runs=runs)
 
 
-def code_grid(table: Table, lines: list[tuple[Row, Comparison]], records: Records, coded: Records) -> Grid:
+def runs_cell(entry: Comparison) -> Cell:
+    """Return the number of runs, and of the networks that they start from."""
+    return Cell(f"{entry.runs} / {entry.networks}" if entry.networks else str(entry.runs), entry.runs)
+
+
+def code_grid(table: Table, lines: list[Comparison], records: Records) -> Grid:
     """Return a table of the paper beside both protocols."""
     rows = []
-    for row, entry in lines:
-        difference = _difference(row, entry, coded)
+    for entry in lines:
+        row, difference = entry.row, entry.difference
+        assert row.published is not None
+        in_words = paper.row(row.key)
         rows.append(
             [
                 words(row.name),
-                words(_verdict(entry, difference), entry.status),
+                words(_verdict(entry), entry.status),
                 mean_sd(entry.published),
-                mean_sd(last_epochs(records.finished(row.same_as or row.key))),
+                number(row.published.max),
+                mean_sd(last_epochs(records.finished(in_words.same_as or row.key))),
                 mean_sd(entry.last),
-                Cell(str(entry.runs), entry.runs),
+                number(entry.best_of_mean),
+                number(entry.best.max if entry.best else None),
+                runs_cell(entry),
                 signed(difference.value if difference else None),
                 p_cell(difference.p if difference else None),
             ]
@@ -113,23 +120,16 @@ def code_grid(table: Table, lines: list[tuple[Row, Comparison]], records: Record
     columns = [
         Column("row", words=True),
         Column("verdict", words=True),
-        Column("mean ± sd", "paper"),
-        Column("text", "ours, settings of the"),
-        *(Column(name, "ours, settings of the") for name in ("code", "n")),
+        *(Column(name, "paper") for name in ("mean ± sd", "max")),
+        Column("last epoch", "ours, settings of the text"),
+        *(Column(name, "ours, settings of the code") for name in ("last epoch", "mean curve", "max", "n")),
         *(Column(name, "code − paper") for name in ("points", "p")),
     ]
-    return Grid(f"{table.title}: accuracy of the last epoch under both protocols", columns, rows)
+    return Grid(f"{table.title}: accuracy under both protocols; n of a cut is runs / networks", columns, rows)
 
 
-def _difference(row: Row, entry: Comparison, coded: Records) -> Difference | None:
-    """Return the difference from the paper; of cuts from several networks with the network as the unit."""
-    if row.truncation is None or not row.published:
-        return entry.difference
-    groups = by_network(coded.finished(row.key))
-    return nested_difference(groups, published_mean(row), row.published.sd) if groups else None
-
-
-def _verdict(entry: Comparison, difference: Difference | None) -> str:
+def _verdict(entry: Comparison) -> str:
+    difference = entry.difference
     position = entry.words.partition(",")[0].partition(";")[0]
     if difference is None or difference.p is None:
         return position

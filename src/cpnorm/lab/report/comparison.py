@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
 from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.paper.tables import LayerRank, Published, Row, Table
+from cpnorm.lab.report.nested import Measure, by_network, last_accuracy, nested_difference
 from cpnorm.lab.report.records import Records, Run, that_learned
-from cpnorm.lab.report.statistics import Difference, Summary, summarize, welch
+from cpnorm.lab.report.statistics import (
+    PUBLISHED_RUNS,
+    SIGNIFICANT,
+    Difference,
+    Summary,
+    holm,
+    mean_curve,
+    summarize,
+    welch,
+)
 
-PUBLISHED_RUNS = 8
 LAST = 20  # epochs
 NETWORKS = {"cifar10": "CIFAR-10", "svhn": "SVHN", "mnist": "MNIST"}  # the training tables
 Status = Literal["within", "above", "below", "missing"]
@@ -26,10 +36,12 @@ class Comparison:
     row: Row
     runs: int  # those that did not diverge
     diverged: int
-    published: Summary | None
+    networks: int | None  # that the runs start from; None for a row without a truncation
+    published: Summary | None  # as printed: the standard deviation is that of the population of eight runs
     last: Summary | None  # accuracies of the last epoch: what stands beside the published mean
     late: Summary | None  # of each run's mean over its last 20 epochs
     best: Summary | None  # of each run's best epoch: its maximum stands beside the published maximum
+    best_of_mean: float | None  # the highest mean over the runs of any epoch
     parameters: int | None
     difference: Difference | None  # last epoch minus published mean
     difference_of_best: Difference | None
@@ -46,8 +58,8 @@ def compare(row: Row, table: Table, records: Records) -> Comparison:
     last, late, best = last_epochs(runs), late_epochs(runs), best_epochs(runs)
     published = row.published
     theirs = _summary(published) if published else None
-    difference = welch(last, theirs) if last and theirs else None
-    of_best = welch(best, theirs) if best and theirs else None
+    difference = against_paper(row, runs, last_accuracy)
+    of_best = against_paper(row, runs, lambda run: run.accuracy_best)
     status, words = _verdict(published, last, difference, diverged)
     _, words_of_best = _verdict(published, best, of_best, 0)
     words += _never_learned(runs)
@@ -56,16 +68,72 @@ def compare(row: Row, table: Table, records: Records) -> Comparison:
         row,
         len(runs),
         diverged,
+        len(by_network(runs)) if row.truncation else None,
         theirs,
         last,
         late,
         best,
+        max((epoch.mean for epoch in mean_curve([run.curve for run in runs if run.curve])), default=None),
         parameters,
         difference,
         of_best,
         status,
         words,
         words_of_best,
+    )
+
+
+def against_paper(row: Row, runs: Sequence[Run], measure: Measure) -> Difference | None:
+    """Return our mean minus the published one, tested.
+
+    The published standard deviation is that of the population of eight runs (numpy's default in the authors' code);
+    Welch's test gets that of the sample. Cuts are tested with the network that runs start from as the unit.
+    """
+    published, values = row.published, [value for run in runs if (value := measure(run)) is not None]
+    ours = summarize(values)
+    if ours is None or published is None:
+        return None
+    if row.truncation is not None:
+        return nested_difference(by_network(runs, measure), published.mean, published.sd)
+    sample = None if published.sd is None else published.sd * math.sqrt(PUBLISHED_RUNS / (PUBLISHED_RUNS - 1))
+    return welch(ours, Summary(PUBLISHED_RUNS, published.mean, sample, published.max))
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How many rows agree with the paper; a row that shows the runs of another one does not count again."""
+
+    rows: int
+    measured: int
+    complete: int  # with as many runs as the paper has
+    within: int  # one published standard deviation
+    above: int
+    below: int
+    tested: int
+    apart: int  # significantly different after Holm's correction over all tested rows
+    agree: int  # within one published standard deviation, or tested and not significantly different
+
+
+def count_agreement(entries: Sequence[Comparison]) -> Agreement:
+    """Count the distinct rows that agree with the paper."""
+    distinct = [entry for entry in entries if not entry.row.same_as]
+    measured = [entry for entry in distinct if entry.difference]
+    ps = holm([entry.difference.p if entry.difference else None for entry in measured])
+    status = Counter(entry.status for entry in measured)
+    apart = [p is not None and p < SIGNIFICANT for p in ps]
+    alike = [
+        entry.status == "within" or (p is not None and p >= SIGNIFICANT) for entry, p in zip(measured, ps, strict=True)
+    ]
+    return Agreement(
+        rows=len(distinct),
+        measured=len(measured),
+        complete=sum(entry.runs >= PUBLISHED_RUNS for entry in measured),
+        within=status["within"],
+        above=status["above"],
+        below=status["below"],
+        tested=sum(p is not None for p in ps),
+        apart=sum(apart),
+        agree=sum(alike),
     )
 
 

@@ -6,10 +6,11 @@ from statistics import fmean
 
 from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.paper.tables import Row
-from cpnorm.lab.report.comparison import NETWORKS, best_epochs, last_epochs, over_the_last, p_words, published_mean
-from cpnorm.lab.report.document import MISSING, Column, Grid, mean_sd, signed, words
+from cpnorm.lab.report.comparison import NETWORKS, last_epochs, p_words, published_mean
+from cpnorm.lab.report.document import MISSING, Cell, Column, Grid, mean_sd, signed, words
 from cpnorm.lab.report.document import count as count_cell
-from cpnorm.lab.report.records import Records
+from cpnorm.lab.report.nested import Measure, by_network, last_accuracy, of_networks
+from cpnorm.lab.report.records import Records, Run
 from cpnorm.lab.report.statistics import Difference, Summary, summarize
 from cpnorm.lab.report.tally import NOT_MEASURED, Claim, corrected, difference_cells, minus, tally
 
@@ -26,18 +27,20 @@ def compresses(records: Records) -> Claim:
         plain_key = (whole_row.same_as or "").replace("/cp-", "/none-")
         plain = last_epochs(records.finished(plain_key))
         for row in cut_rows:
-            cut = last_epochs(records.finished(row.key))
+            cut = of_networks(records.finished(row.key))
             if cut and whole:
                 network = NETWORKS[key.removeprefix("compress-")]
                 lines.append((f"{network}, {row.name}", row, cut, whole, plain))
     losses = corrected([minus(cut, whole) for _, _, cut, whole, _ in lines])
     gains = corrected([minus(cut, plain) for _, _, cut, _, plain in lines])
     grid = Grid(
-        "Accuracy of the last epoch after truncation and 20 epochs of fine-tuning",
+        "Accuracy of the last epoch after truncation and 20 epochs of fine-tuning: mean ± sd over the networks that "
+        "were truncated, each the mean of its runs",
         [
             Column("network, terms removed", words=True),
             Column("parameters"),
             Column("accuracy, %"),
+            Column("networks"),
             Column("points", "− whole networks"),
             Column("p", "− whole networks"),
             Column("accuracy, %", "truncated network"),
@@ -50,6 +53,7 @@ def compresses(records: Records) -> Claim:
                 words(name),
                 count_cell(_parameters(records, row)),
                 mean_sd(cut),
+                Cell(str(cut.n), cut.n),
                 *difference_cells(loss),
                 words(" or ".join(f"{before:.2f}" for before in sorted(set(starts))) or MISSING),
                 signed(cut.mean - fmean(starts) if starts else None),
@@ -59,14 +63,14 @@ def compresses(records: Records) -> Claim:
             for starts in [_before_truncation(records, row)]
         ],
     )
-    tested = [(line, loss) for line, loss in zip(lines, losses, strict=True) if loss and loss.p is not None]
-    if not tested:
+    measured = [(line, loss) for line, loss in zip(lines, losses, strict=True) if loss]
+    if not measured:
         return Claim("compression", COMPRESSION_QUESTION, COMPRESSION_PAPER, NOT_MEASURED, "", grid if lines else None)
     sentences, kept, spared = [], 0, []
-    for network in dict.fromkeys(line[0].partition(",")[0] for line, _ in tested):
+    for network in dict.fromkeys(line[0].partition(",")[0] for line, _ in measured):
         safe = [
             truncation.rate or 0.0
-            for line, loss in tested
+            for line, loss in measured
             if (truncation := line[1].truncation) and line[0].startswith(network) and _is_kept(loss)
         ]
         kept += bool(safe)
@@ -78,10 +82,12 @@ def compresses(records: Records) -> Claim:
         )
     answer = "Yes." if kept == len(sentences) else "Partly." if kept else "No."
     explanation = (
-        " ".join(sentences) + f" A loss is a significant difference from the mean of the whole networks, or a mean "
-        f"more than {TOLERATED:g} point lower: few runs show little, and bad last epochs of the whole networks hide a "
-        "loss. The truncated network is the best of its seeds, chosen on the test set as in the paper. Where it was "
-        "not kept it was trained again with the same seed, which on a GPU does not end at the same weights; where "
+        " ".join(sentences) + f" A loss is a mean more than {TOLERATED:g} point below that of the whole networks, or a "
+        "significant difference from it. Runs that start from the same network are not independent, so that the "
+        "network is the unit of the test: with one or two of them it shows little, and bad last epochs of the whole "
+        "networks hide a loss. The truncated network is the best of its seeds, chosen on the test set as in the paper. "
+        "Where it was not kept it was trained again with the same seed, which on a GPU does not end at the same "
+        "weights; where "
         "there are two, later seeds found a better one, or it was trained again twice. The difference from the "
         "truncated network itself is free of these effects."
     )
@@ -93,7 +99,8 @@ def compresses(records: Records) -> Claim:
 
 def _before_truncation(records: Records, row: Row) -> list[float]:
     """Return the accuracies of the networks that were truncated for a row's runs."""
-    return [value for run in records.finished(row.key) if (value := run.accuracy_before_truncation) is not None]
+    groups = by_network(records.finished(row.key), lambda run: run.accuracy_before_truncation)
+    return [fmean(group) for group in groups]
 
 
 def _is_kept(loss: Difference) -> bool:
@@ -109,19 +116,24 @@ def _parameters(records: Records, row: Row) -> float | None:
     return summary.mean if summary else None
 
 
+def _end_of_tuning(run: Run) -> float | None:
+    return fmean(run.curve[-LAST_OF_TUNING:]) if run.curve else None
+
+
 def against_tai(records: Records) -> Claim:
     """Compare truncation with Tai et al.'s low-rank form, both with a tenth of the convolutions' parameters."""
     rows = paper.row("tai/canonical-91"), paper.row("tai/low-rank-90")
-    measures = {
-        "last epoch": last_epochs,
-        f"mean of the last {LAST_OF_TUNING}": over_the_last(LAST_OF_TUNING),
-        "best epoch": best_epochs,
+    measures: dict[str, Measure] = {
+        "last epoch": last_accuracy,
+        f"mean of the last {LAST_OF_TUNING}": _end_of_tuning,
+        "best epoch": lambda run: run.accuracy_best,
     }
-    pairs = [tuple(measure(records.finished(row.key)) for row in rows) for measure in measures.values()]
+    pairs = [tuple(of_networks(records.finished(row.key), measure) for row in rows) for measure in measures.values()]
     differences = corrected([minus(ours, theirs) for ours, theirs in pairs])
     counts = tally(differences)
     grid = Grid(
-        "Truncation against Tai et al.'s low-rank form after 20 epochs of fine-tuning",
+        "Truncation against Tai et al.'s low-rank form after 20 epochs of fine-tuning: mean ± sd over the networks "
+        "that they start from, each the mean of its runs",
         [
             Column("accuracy by", words=True),
             Column("truncation", "accuracy, %"),
@@ -136,13 +148,13 @@ def against_tai(records: Records) -> Claim:
     )
     first, gap = differences[0], published_mean(rows[0]) - published_mean(rows[1])
     explanation = ""
-    if first and first.p is not None:
+    if first:
         better = "more accurate" if first.value > 0 else "less accurate"
         explanation = (
             "With about a tenth of the convolutions' parameters, truncation is by the last epoch "
-            f"{abs(first.value):.2f} points {better} than the low-rank form ({p_words(first.p)}). "
-            f"By the {counts.total} measures below it is significantly more accurate in {counts.above}, less in "
-            f"{counts.below}; best epochs are chosen on the test set. "
+            f"{abs(first.value):.2f} points {better} than the low-rank form ({p_words(first.p) or 'no test'}). "
+            f"By the {counts.total} tested measures below it is significantly more accurate in {counts.above}, less in "
+            f"{counts.below}, with the network as the unit; best epochs are chosen on the test set. "
             + f"Published: {gap:+.2f} points.".replace("-", "−")
         )
     return Claim(

@@ -1,25 +1,36 @@
-"""Compare cuts with the paper when several runs start from the same network: the network is the unit, not the run."""
+"""Compare cuts when several runs start from the same network: the network is the unit, not the run."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from cpnorm.lab.report.records import Run
-from cpnorm.lab.report.statistics import Difference
+from cpnorm.lab.report.statistics import PUBLISHED_RUNS, Difference, Summary, summarize
 
-PUBLISHED_RUNS = 8
+Measure = Callable[[Run], float | None]
 
 
-def by_network(runs: Iterable[Run]) -> list[list[float]]:
-    """Return the last test accuracies of runs, grouped by the network that they start from."""
+def last_accuracy(run: Run) -> float | None:
+    """Return the test accuracy of the last epoch."""
+    return run.accuracy_last
+
+
+def by_network(runs: Iterable[Run], measure: Measure = last_accuracy) -> list[list[float]]:
+    """Return the accuracies of runs, grouped by the network that they start from."""
     groups: dict[object, list[float]] = {}
     for run in runs:
         truncated = run.raw.get("truncation_result")
         network = truncated.get("network") if isinstance(truncated, dict) else None
-        if run.accuracy_last is not None:
-            groups.setdefault(network, []).append(run.accuracy_last)
+        value = measure(run)
+        if value is not None:
+            groups.setdefault(network, []).append(value)
     return list(groups.values())
+
+
+def of_networks(runs: Iterable[Run], measure: Measure = last_accuracy) -> Summary | None:
+    """Summarise one value per start network, the mean of its runs: n is the number of networks."""
+    return summarize(math.fsum(group) / len(group) for group in by_network(runs, measure))
 
 
 def nested_difference(groups: Sequence[Sequence[float]], mean: float, sd: float | None) -> Difference:

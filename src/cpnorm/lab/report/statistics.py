@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 SIGNIFICANT = 0.05
+PUBLISHED_RUNS = 8
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from cpnorm.lab.report import networks
 from cpnorm.lab.report.charts import Mark, marks_of
-from cpnorm.lab.report.comparison import PUBLISHED_RUNS, Comparison
+from cpnorm.lab.report.comparison import PUBLISHED_RUNS, Comparison, count_agreement
 from cpnorm.lab.report.document import count
 from cpnorm.lab.report.networks import DATA_NAMES, Cut
 from cpnorm.lab.report.records import Records
@@ -22,27 +21,27 @@ def sentences(
     records: Records,
     own_rows: Sequence[str],
     cuts: Sequence[Cut] = (),
+    coded: str = "",
 ) -> list[str]:
-    """Return up to five sentences: what was measured, three of the paper's claims, and our own smallest networks."""
+    """Return up to six sentences: what was measured under both protocols, three claims, our own smallest networks."""
     headlines = {claim.key: claim.headline for claim in answers}
     smallest = networks.sentence(cuts) or low_rank(records, own_rows)
-    found = [reproduction(entries), *(headlines[key] for key in TOLD), smallest]
+    found = [reproduction(entries), coded, *(headlines[key] for key in TOLD), smallest]
     return [sentence for sentence in found if sentence]
 
 
 def reproduction(entries: Sequence[Comparison]) -> str:
     """Return how many of the paper's accuracies were measured, and how many agree."""
-    measured = [entry for entry in entries if entry.difference]
-    if not measured:
-        return f"None of the paper's {len(entries)} accuracies has been measured yet."
-    complete = sum(entry.runs >= PUBLISHED_RUNS for entry in measured)
-    share = "all" if complete == len(measured) else str(complete)
-    counts = Counter(entry.status for entry in measured)
-    apart = sum(bool(entry.difference and entry.difference.significant) for entry in measured)
+    found = count_agreement(entries)
+    if not found.measured:
+        return f"None of the paper's {found.rows} distinct accuracies has been measured yet."
+    share = "all" if found.complete == found.measured else str(found.complete)
     return (
-        f"{len(measured)} of the paper's {len(entries)} accuracies are measured, {share} of them with "
-        f"{PUBLISHED_RUNS} seeds or more: {counts['within']} lie within one published standard deviation of the "
-        f"published mean, {counts['above']} above it and {counts['below']} below; {apart} differ significantly."
+        f"With the settings of its text, {found.measured} of the paper's {found.rows} distinct accuracies are measured "
+        f"({len(entries)} rows, of which {len(entries) - found.rows} repeat another), {share} of them with "
+        f"{PUBLISHED_RUNS} seeds or more: {found.within} lie within one published standard deviation of the "
+        f"published mean, {found.above} above it and {found.below} below; {found.apart} differ significantly "
+        "(corrected for their number)."
     )
 
 
