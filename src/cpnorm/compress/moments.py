@@ -151,18 +151,23 @@ class Moments:
             self._shift = patches.mean(1, keepdim=True), outputs.mean(1, keepdim=True)
         x, y = patches - self._shift[0], outputs - self._shift[1]
         sums = [(x.mT @ x).double(), (y.mT @ x).double(), x.sum(1).double(), y.sum(1).double()]
+        sums += [y.square().sum(1).double()]
         self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)] if self._sums else sums
         self.count += patches.shape[1]
 
     def means(self) -> tuple[Tensor, Tensor]:  # -> (g, D), (g, o)
         """Return the means of patches and outputs."""
         assert self._shift is not None
-        x, y = (total / self.count + shift[:, 0] for total, shift in zip(self._sums[2:], self._shift, strict=True))
+        x, y = (total / self.count + shift[:, 0] for total, shift in zip(self._sums[2:4], self._shift, strict=True))
         return x, y
+
+    def output_variance(self) -> Tensor:  # -> (g, o)
+        """Return the variance of each output."""
+        return self._sums[4] / self.count - (self._sums[3] / self.count).square()
 
     def second(self, centered: bool) -> tuple[Tensor, Tensor]:  # -> (g, D, D), (g, o, D)
         """Return E[x x^T] and E[y x^T], about the means if they are to be centred."""
-        squares, products, x, y = (total / self.count for total in self._sums)
+        squares, products, x, y = (total / self.count for total in self._sums[:4])
         squares = squares - x[..., :, None] * x[..., None, :]
         products = products - y[..., :, None] * x[..., None, :]
         if not centered:
