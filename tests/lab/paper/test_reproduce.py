@@ -25,8 +25,9 @@ from cpnorm.lab.data.digests import WrongDataError
 from cpnorm.lab.data.images import load
 from cpnorm.lab.paper import beyond, rank_tables, reproduce
 from cpnorm.lab.paper import tables as paper
+from cpnorm.lab.paper.progress import expected_seconds
 from cpnorm.lab.paper.protocols import WORDS, Protocol
-from cpnorm.lab.paper.reproduce import Job, Results, expected_seconds, missing_jobs
+from cpnorm.lab.paper.reproduce import Job, Results, missing_jobs
 from cpnorm.lab.paper.tables import Row, Table
 from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.driver import Stop

@@ -37,7 +37,7 @@ def reproduce(
     as_json: Json = False,
 ) -> int:
     """Run what is missing of the paper's tables; may be stopped and resumed, and several may work side by side."""
-    from cpnorm.lab.paper import rank_tables
+    from cpnorm.lab.paper import progress, rank_tables
     from cpnorm.lab.paper import reproduce as lab
     from cpnorm.lab.training.driver import Stop
     from cpnorm.lab.training.trainer import Options
@@ -74,7 +74,7 @@ def reproduce(
             time_limit=limit,
             announce=announce,
         )
-        for text in lab.row_summaries(keys, store):
+        for text in progress.row_summaries(keys, store):
             announce(text)
         if not left:  # ranks need no GPU, whose time may be limited
             rank_tables.estimate_ranks(keys, results, protocol=chosen, stop=stop, announce=announce)
@@ -85,13 +85,17 @@ def reproduce(
         print_json({"missing": runs + [{"row": row, "seed": seed} for row, seed in layers]})
     else:
         retrain = lab.networks_to_retrain(left, store.done(), work)
-        work_left = duration(sum(lab.expected_seconds(job) for job in (*left, *retrain)))
+        if dry_run:
+            for row, seed_names, seconds in progress.missing_rows(left):
+                typer.echo(f"{row}: {seed_names}, about {duration(seconds)}")
+            for row, seed_names, seconds in progress.missing_rows(retrain):
+                typer.echo(f"{row}: {seed_names} again, about {duration(seconds)}: the network is not in {work}")
+            for (table, seed), missing in ranks.items():
+                typer.echo(f"{table}: ranks of {', '.join(layer.layer for layer in missing)}, seed {seed}")
+        work_left = duration(sum(progress.expected_seconds(job) for job in (*left, *retrain)))
         typer.echo(f"{len(left)} runs are missing, about {work_left} on one H200" if left else "no run is missing")
-        if retrain:
-            names = ", ".join(map(str, retrain))
-            typer.echo(f"this includes networks that they start from and that are not in {work}: {names}")
         if layers:
-            typer.echo(f"the ranks of {len(layers)} layers are missing, which take minutes on a CPU")
+            typer.echo(f"the ranks of {len(layers)} layers are missing, which take minutes each on a CPU")
     return STOPPED if (left or layers) and not dry_run else DONE
 
 

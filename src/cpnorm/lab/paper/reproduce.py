@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,9 +31,6 @@ log = logging.getLogger("cpnorm.lab")
 Done = Mapping[tuple[str, int], Mapping[str, Any]]  # the lines of finished runs by row and seed
 
 POLL_SECONDS = 1.0  # between two looks at what other processes are doing
-# Milliseconds that a step with 64 images, and the test of an image, take on one H200 when eight runs share it.
-STEP_MS = {"none": 0.29, "weight": 0.33, "cp": 0.44, "tai": 0.40}
-TEST_MS = 0.003
 
 
 @dataclass(frozen=True)
@@ -199,34 +195,6 @@ def networks_to_retrain(jobs: Sequence[Job], done: Done, work: Path) -> list[Job
         if first.retrain_only and first not in found:
             found.append(first)
     return found
-
-
-def expected_seconds(job: Job) -> float:
-    """Return an estimate from the measured cost of a step on one H200."""
-    config = job.config
-    images, tests = {"svhn": (73_257, 26_032), "mnist": (60_000, 10_000)}.get(config.data, (50_000, 10_000))
-    steps = config.epochs * -(-images // config.batch_size)
-    small = 0.6 if config.model == "lenet" else 1.0
-    step = STEP_MS[config.norm] * (config.batch_size / 64) ** 0.5
-    return small * (steps * step + config.epochs * tests * TEST_MS) / 1000
-
-
-def row_summaries(keys: Sequence[str], results: Results) -> list[str]:
-    """Return a line for each row that has runs: mean and sample sd of their last epochs beside the published ones."""
-    done, texts = results.done(), []
-    for row in wanted_rows(keys, results.protocol):
-        runs = [line for (key, _), line in done.items() if key == (row.same_as or row.key) and not line["diverged"]]
-        values = [line["test_accuracy_last"] for line in runs]
-        if not values:
-            continue
-        spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-        best = max(line["test_accuracy_best"] for line in runs)
-        text = f"{row.key}: {statistics.fmean(values):.2f}{spread} (best epoch {best:.2f}), {len(values)} runs"
-        if row.published:
-            sd = f" ± {row.published.sd:.2f}" if row.published.sd is not None else ""
-            text += f"; published {row.published.mean:.2f}{sd}"
-        texts.append(text)
-    return texts
 
 
 # --- running ---------------------------------------------------------------------------------------------------------
