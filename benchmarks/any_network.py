@@ -7,13 +7,13 @@
 4. Evaluation of a canonical model that was not truncated: at most 1.02 times the dense one.
 5. ``canonical_norm`` of a ResNet-50, exact: at most 3 s on the H200, 20 s on two CPU cores.
 
-Networks of timm (where it is missing, of pytorchcv) and transformers, random inputs, SGD with momentum,
-``renormalize_after``; public names only. The variants of a network take turns inside one run: medians over rounds, and
+Networks of timm (where it is missing, of pytorchcv) and transformers, and a ResNet-20; random inputs, SGD with
+momentum, ``renormalize_after``; public names only. The variants of a network take turns inside one run: medians over rounds, and
 ratios of medians to the plain network's. ``host_ms`` is the time until a step or an evaluation has started all its
 kernels on an idle GPU, and ``busy_ms`` the time its kernels take: the larger of the two bounds the step.
 
     python benchmarks/any_network.py --device cuda --out FILE      # all networks, eager and compiled
-    python benchmarks/any_network.py --network resnet18-32 --batch 64
+    python benchmarks/any_network.py --out FILE                    # two small ones on the CPU, in float32
     python benchmarks/any_network.py --device cuda --network resnet18-224 --layout channels_last --busy
 """
 
@@ -26,7 +26,6 @@ import importlib.util
 import json
 import math
 import os
-import platform
 import statistics
 import subprocess
 import time
@@ -39,9 +38,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import cpnorm
+import timing
 from cpnorm.lab.training.models import alexnet
+from cpnorm.lab.training.networks import cifar_resnet
 
 BATCHES = {"resnet18-224": 64, "resnet50-224": 64, "resnet18-32": 512, "vit_small": 64, "gpt2": 8, "alexnet-32": 64}
+CPU_BATCHES = {"resnet20-32": 32, "resnet18-32": 64}
 NETWORKS = tuple(BATCHES)
 VARIANTS = ("plain", "weight norm", "canonical, exact", "canonical, rank .25", "canonical, cut to 5 %")
 
@@ -57,6 +59,8 @@ def build(name: str) -> nn.Module:
     if name == "alexnet-32":  # the paper's
         return alexnet(classes=100)
     kind = name.partition("-")[0]
+    if kind == "resnet20":
+        return cifar_resnet(20, classes=100)
     if importlib.util.find_spec("timm") is None and kind != "vit_small":
         from pytorchcv.model_provider import get_model
 
@@ -248,7 +252,7 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--network", choices=NETWORKS, action="append")
+    parser.add_argument("--network", choices=tuple(BATCHES | CPU_BATCHES), action="append")
     parser.add_argument("--variant", choices=(*VARIANTS, "tensorly-torch"), action="append")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--rounds", type=int, default=5)
@@ -262,15 +266,17 @@ def main() -> None:
         os.environ.get("CPNORM_COMMIT")
         or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     )
-    hardware = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
-    head = {"commit": commit, "torch": torch.__version__, "hardware": hardware, "precision": "bf16 autocast on CUDA"}
+    hardware = torch.cuda.get_device_name() if options.device == "cuda" else timing.cpu_name()
+    precision = "bf16 autocast" if options.device == "cuda" else f"float32, {torch.get_num_threads()} threads"
+    head = {"commit": commit, "torch": torch.__version__, "hardware": hardware, "precision": precision}
+    batches = BATCHES if options.device == "cuda" else BATCHES | CPU_BATCHES
     kinds = options.variant or list(VARIANTS)
     if importlib.util.find_spec("tltorch") and not options.variant:
         kinds.append("tensorly-torch")
     for compiled in {"no": [False], "yes": [True], "both": [False, True]}[options.compiled]:
-        for name in options.network or NETWORKS:
+        for name in options.network or (NETWORKS if options.device == "cuda" else CPU_BATCHES):
             chosen = kinds if not compiled else [k for k in kinds if k != "tensorly-torch"]
-            size = options.batch or BATCHES[name]
+            size = options.batch or batches[name]
             for row in measure(name, size, chosen, compiled, options):
                 mode = "compiled" if compiled else "eager"
                 print(

@@ -55,13 +55,14 @@ def page(results: Path = RESULTS) -> str:
             for claim in claims
         ]
     parts = [HEAD, *_table(summary)]
-    parts += ["", *_any_network(results / "any_network_cuda.jsonl")]
+    for device in ("cuda", "cpu"):
+        parts += ["", *_any_network(results / f"any_network_{device}.jsonl", device)]
     for name, record in records:
         parts += ["", *_section(name, record)]
     return "\n".join(parts) + "\n"
 
 
-def _any_network(path: Path) -> list[str]:
+def _any_network(path: Path, device: str) -> list[str]:
     """Return a section on ordinary training loops: a row for each network, and a column for each form of it."""
     if not path.exists():
         return []
@@ -70,7 +71,7 @@ def _any_network(path: Path) -> list[str]:
     lines = [
         f"## An ordinary training loop on networks of timm and transformers: {first['hardware']}",
         "",
-        "`python benchmarks/any_network.py --device cuda`",
+        f"`python benchmarks/any_network.py --device {device}`",
         "",
         f"{first['precision']}; torch {first['torch']}; commit {first['commit'][:7]}. {HOW}",
     ]
@@ -93,7 +94,8 @@ def _any_network(path: Path) -> list[str]:
                 row["plain, ms"] = record["train_ms"]
             else:
                 row[record["variant"]] = record[key] / 1e6 if key == "own_memory" else record[key]
-        lines += ["", f"**{caption}**", "", *_table(rows.values())]
+        if rows:
+            lines += ["", f"**{caption}**", "", *_table(rows.values())]
     return lines
 
 

@@ -176,7 +176,7 @@ def machine() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "environment": {key: value for key, value in os.environ.items() if key.startswith(("OMP_", "MALLOC_"))},
@@ -204,7 +204,8 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
