@@ -58,14 +58,13 @@ def steady(folder: Path) -> None:
 
 def cut(folder: Path) -> None:
     """Of a run that is there already."""
-    compress(
-        folder / "source",
-        Truncation(rate=0.5, refit="lambdas"),
-        CONFIG,
-        out=folder / "run",
-        data=digits(),
-        options=OFTEN,
-    )
+    compress_digits(folder / "source", folder / "run")
+
+
+def compress_digits(source: Path, out: Path, data: ImageSet | None = None) -> None:
+    """Truncate a run and train it on."""
+    cut = Truncation(rate=0.5, refit="lambdas")
+    compress(source, cut, CONFIG, out=out, data=data or digits(), options=OFTEN)
 
 
 def queue(folder: Path) -> None:

@@ -16,7 +16,7 @@ from cpnorm.lab.training import baselines
 from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.driver import Observer, Stop, run_to_end
 from cpnorm.lab.training.run_networks import network_file, trained_network
-from cpnorm.lab.training.runs import RunFolder, read_json, write_json
+from cpnorm.lab.training.runs import RunFolder, read_json, write_sealed
 from cpnorm.lab.training.setup import pick_device, process
 from cpnorm.lab.training.trainer import Options, Trainer
 from cpnorm.lab.training.truncation import Truncation
@@ -88,7 +88,7 @@ def start(
         chosen = "test_accuracy_best" if truncation.start_epoch == "best_test" else "test_accuracy_last"
         about = {"accuracy_before": record.get(chosen), "start_seed": source.config().seed, "report": report}
         # Written last: if it exists, the network beside it is complete.
-        write_json(out / "cut.json", {**identity(source, truncation), **about})
+        write_sealed(out / "cut.json", {**identity(source, truncation), **about})
     if world > 1:
         distributed.barrier()
     model = trained_network(out, device, file="start.safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -36,6 +37,7 @@ class InUseError(RunError):
 
 TRUNCATION_KEYS = ("truncation_settings", "compress")  # in config.json; the second up to version 0.1
 START_FILES = ("config.json", "environment.json", "data.json", "cut.json", "start.safetensors")
+SEALED_FILES = ("config.json", "environment.json", "data.json", "cut.json", "metrics.jsonl")  # by the record
 FILES = (*START_FILES, "checkpoint.pt", "metrics.jsonl", "best.safetensors", "model.safetensors", "record.json")
 
 
@@ -149,12 +151,24 @@ class RunFolder:
             label = {"chosen": "best epoch on test data", "epoch": record["best_epoch"]}
             cpnorm.save(best, self / "best.safetensors", metadata=metadata | label)
         cpnorm.save(model, self / "model.safetensors", metadata=metadata)
-        write_json(self / "record.json", record)
+        if (self / "metrics.jsonl").exists():
+            write_atomically(self / "metrics.jsonl", (self / "metrics.jsonl").read_bytes())  # durable from now on
+        write_sealed(self / "record.json", {**record, "files_sha256": self._checksums()})
         (self / "checkpoint.pt").unlink(missing_ok=True)
 
     def record(self) -> dict[str, Any] | None:
-        """Return the record that ``finish`` wrote, or None."""
-        return with_current_keys(read_json(self / "record.json")) if (self / "record.json").exists() else None
+        """Return the record that ``finish`` wrote, or None; raise if a file has changed since then."""
+        if not (self / "record.json").exists():
+            return None
+        values = read_json(self / "record.json")
+        known, found = values.pop("files_sha256", {}), self._checksums()  # none in records of version 0.1
+        for name in (name for name in known if found.get(name) != known[name]):
+            raise RunError(f"{self / name} is damaged: it is not what it was at the end of the run")
+        return with_current_keys(values)
+
+    def _checksums(self) -> dict[str, str]:
+        there = [name for name in SEALED_FILES if (self / name).exists()]
+        return {name: hashlib.sha256((self / name).read_bytes()).hexdigest() for name in there}
 
     def keep_data(self, data: ImageSet) -> None:
         """Store which data the run is trained on; raise a RunError if it began with others."""
@@ -225,20 +239,34 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, (to_json(value, indent=1) + "\n").encode())
 
 
+def write_sealed(path: Path, value: dict[str, Any]) -> None:
+    """Write an object with a checksum of it, which ``read_json`` compares."""
+    write_json(path, {**value, "seal": _checksum(value)})
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object of a file; the error names the file."""
+    """Return the JSON object of a file, without its checksum; the error names the file."""
     try:
-        return read_object(path)
+        values = read_object(path)
     except ValueError as error:
         raise RunError(str(error)) from error
+    if "seal" in values and values.pop("seal") != _checksum(values):
+        raise RunError(f"{path} is damaged: its content does not have the checksum that was written with it")
+    return values
+
+
+def _checksum(value: dict[str, Any]) -> str:
+    return hashlib.sha256(to_json(value).encode()).hexdigest()
 
 
 def _refuse_packed(path: Path) -> None:
-    """Raise for a compressed archive: torch writes none, and a hostile one could fill the memory."""
+    """Raise for a compressed archive, which torch writes none of and which could fill the memory, or a damaged one."""
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
-    if (
-        any(m.compress_type != zipfile.ZIP_STORED for m in members)
-        or sum(m.file_size for m in members) > path.stat().st_size
-    ):
+        packed = any(m.compress_type != zipfile.ZIP_STORED for m in members)
+        packed = packed or sum(m.file_size for m in members) > path.stat().st_size
+        damaged = None if packed else archive.testzip()  # torch itself compares no checksums
+    if packed:
         raise ValueError("it claims to hold more than its own size")
+    if damaged is not None:
+        raise ValueError(f"its part {damaged!r} is damaged")
