@@ -8,9 +8,9 @@
 5. ``canonical_norm`` of a ResNet-50, exact: at most 3 s on the H200, 20 s on two CPU cores.
 
 Networks of timm (where it is missing, of pytorchcv) and transformers, and a ResNet-20; random inputs, SGD with
-momentum, ``renormalize_after``; public names only. The variants of a network take turns inside one run: medians over rounds, and
-ratios of medians to the plain network's. ``host_ms`` is the time until a step or an evaluation has started all its
-kernels on an idle GPU, and ``busy_ms`` the time its kernels take: the larger of the two bounds the step.
+momentum, ``renormalize_after``; public names only. The variants of a network take turns inside one run: medians over
+rounds, and ratios of medians to the plain network's. ``host_ms`` is the time until a step or an evaluation has started
+all its kernels on an idle GPU, and ``busy_ms`` the time its kernels take: the larger of the two bounds the step.
 
     python benchmarks/any_network.py --device cuda --out FILE      # all networks, eager and compiled
     python benchmarks/any_network.py --out FILE                    # two small ones on the CPU, in float32
