@@ -13,10 +13,11 @@ from markdown_it import MarkdownIt
 import official_files
 import synthetic_results
 from cpnorm.lab.paper import tables as paper
-from cpnorm.lab.report import RecordError, build, write_lead, write_markdown, write_page
+from cpnorm.lab.report import RecordError, build, provenance, write_lead, write_markdown, write_page
 from cpnorm.lab.report.document import Explorer, Fold, Grid, Section, Text
 from cpnorm.lab.report.drawing import standalone
 from cpnorm.lab.report.nested import nested_difference
+from cpnorm.lab.report.records import read_results
 from report_cases import blocks, once, parsed
 
 
@@ -104,6 +105,21 @@ class TestDocument:
         first = provenance.blocks[0]
         assert isinstance(first, Text)
         assert f"{len(lines)} belong to the paper's rows and took {minutes:.0f} minutes" in first.text
+
+    def test_records_that_lack_a_part_are_listed(self, tmp_path):
+        draw = synthetic_results.random.Random(0)
+        whole = {"environment": {"commit": "abc"}, "precision": "bf16", "step_mode": "eager"}
+        runs = [synthetic_results.run("mnist/cp-sgd", seed, 98.0, 1, paper.MNIST, draw) | whole for seed in range(3)]
+        del runs[1]["precision"]
+        runs[2] |= {"environment": {"commit": None}}
+        (tmp_path / "mnist.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs))
+        (grid,) = (
+            grid for grid in blocks([provenance.section(read_results(tmp_path))], Grid) if "lack" in grid.caption
+        )
+        assert [[cell.text for cell in row] for row in grid.rows] == [
+            ["mnist/cp-sgd", "commit", "1"],
+            ["mnist/cp-sgd", "precision", "1"],
+        ]
 
     @pytest.mark.parametrize(("seeds", "share"), [(3, "0"), (8, "all")])
     def test_summary_says_how_many_rows_are_complete(self, tmp_path, seeds, share):

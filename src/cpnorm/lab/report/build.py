@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.paper.tables import Table
-from cpnorm.lab.report import charts, code_protocol, explorer, figures, networks, recipes, story
+from cpnorm.lab.report import charts, code_protocol, explorer, figures, networks, provenance, recipes, story
 from cpnorm.lab.report.ablations import explanations
 from cpnorm.lab.report.claims import claims
 from cpnorm.lab.report.comparison import LAST, Comparison, compare, count_agreement, exact_bound
@@ -67,7 +66,7 @@ def build(results: str | Path, data_dir: str | Path | None = None) -> Document:
         recipes.section(records, own),
         explorer_section(records),
         figures_section(records, data_dir, Path(results) / "figures"),
-        provenance(records),
+        provenance.section(records, coded),
     ]
     in_short = code_protocol.agreement_sentence(coded) if coded else ""
     sentences = story.sentences(everything, answers, records, own, cuts, in_short)
@@ -290,7 +289,7 @@ def figures_section(records: Records, data_dir: str | Path | None, earlier: Path
     return section
 
 
-# --- the explorer, and where all this comes from ----------------------------------------------------------------------
+# --- the explorer -----------------------------------------------------------------------------------------------------
 
 
 def explorer_section(records: Records) -> Section:
@@ -310,42 +309,3 @@ def explorer_section(records: Records) -> Section:
     else:
         section.blocks.append(Text("No trained network with measured truncation is in the results yet."))
     return section
-
-
-def provenance(records: Records) -> Section:
-    """Return the section on versions, hardware and computing time."""
-    runs = records.all_runs()
-    section = Section("provenance", "Where the numbers come from")
-    diverged = sum(run.diverged is not None for run in runs)
-    papers = [run for table in paper.tables() for row in table.rows for run in records.runs.get(row.key, [])]
-    minutes = sum(run.device_seconds for run in papers) / 60
-    section.blocks.append(
-        Text(
-            f"{len(runs)} runs, {diverged} of them diverged. {len(papers)} belong to the paper's rows and took "
-            f"{minutes:.0f} minutes of a device; runs that shared one are counted with their share of it. Every number "
-            "of ours on this page is computed from the result files, except those in the explanations, which are "
-            "written by hand."
-        )
-    )
-    keys = ("gpu", "torch", "cuda", "python", "cpnorm", "commit")
-    found = Counter(tuple(str(env.get(key) or MISSING) for key in keys) for env in records.environments)
-    if found:
-        columns = [*(Column(key, words=True) for key in keys), Column("records")]
-        rows = [
-            [
-                *(words(short_commit(v) if k == "commit" else v[:24]) for k, v in zip(keys, environment, strict=True)),
-                number(n, 0),
-            ]
-            for environment, n in found.most_common()
-        ]
-        section.blocks.append(Fold("Environments", [Grid("Environments of the records", columns, rows)]))
-    return section
-
-
-def short_commit(commit: str) -> str:
-    """Return ten digits of a commit, and whether the tree had changes.
-
-    >>> short_commit("0123456789abcdef0123-dirty")
-    '0123456789-dirty'
-    """
-    return commit[:10] + ("-dirty" if commit.endswith("-dirty") and len(commit) > 10 else "")
