@@ -35,7 +35,7 @@ Progress = Callable[[str, int, int], None]
 ALIVE_BYTES = 4 * 2**30  # of feature maps that all inputs together may keep alive; with more, fewer inputs are used
 MAPS_ALIVE = 6  # about so many times the largest map is alive at once, old and new
 RECTIFIED_ROUNDS = 0  # of fits to what is left after a rectifier, each from the one before
-MATCH_VARIANCE = True  # of a batch norm's inputs with that of the target
+MATCH_VARIANCE = False  # of a batch norm's inputs with that of the target
 RECTIFIED_STEPS = 6  # Gauss-Newton steps in each
 
 
@@ -124,6 +124,7 @@ class _Sequence:
     plain: dict[nn.Module, nn.Module] = field(default_factory=dict)  # dense layers to compute with
     old: dict[str, Tensor] = field(default_factory=dict)  # weights
     new: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)  # weights and biases
+    free: dict[nn.Module, bool] = field(default_factory=dict)  # whether the mean of a layer's outputs can be corrected
     follows: dict[nn.Module, Successors] = field(default_factory=dict)
     logs: list[EventLog] = field(default_factory=list)
 
@@ -135,6 +136,7 @@ class _Sequence:
             if isinstance(module, CPLayer) and tie_key(module) in changed and "forward" not in module.__dict__:
                 self.names[module] = changed[tie_key(module)]
                 self.plain[module] = fold(copy.deepcopy(module))
+                self.free[module] = bias_is_free(self.model, module)  # before batch norms become stops
         norms = [module for module in self.model.modules() if has_statistics(module)]
         stops = [*self.names, *norms]
         if self.regress:
@@ -241,7 +243,7 @@ class _Sequence:
         if any(pair.streams is None for pair in with_streams) and follows.stream is not None:
             with_streams = [Pair(pair.x, pair.y) for pair in with_streams]
             follows = Successors(follows.norm)
-        return Samples(layer, with_streams, follows, bias_is_free(self.model, layer))
+        return Samples(layer, with_streams, follows, self.free[layer])
 
     def _with_streams(self, follows: Successors, new: Call, y: Tensor) -> Pair:
         x, streams = first_argument(new.args, new.kwargs), []
@@ -260,10 +262,8 @@ class _Sequence:
             mean, variance = cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var)
             moved = mean.clone() if old is not None else (mean.double() - missing).to(mean.dtype)
             spread = target.spread(weight) if MATCH_VARIANCE else None
-            self.statistics[norm] = (
-                moved,
-                (variance.clone() if spread is None else (variance * spread).to(variance.dtype)),
-            )
+            kept = variance.clone() if spread is None else (variance * spread).to(variance.dtype)
+            self.statistics[norm] = moved, kept
         return None if old is None else (old.double() + missing).to(old.dtype)
 
     def _regressed(self, name: str, layer: CPLayer, calls: list[Call]) -> Fitted:
@@ -273,7 +273,7 @@ class _Sequence:
         pairs = self._pairs(calls) if self.regress and free else None
         if not pairs:
             return form
-        shift = layer.bias is not None and bias_is_free(self.model, layer)
+        shift = layer.bias is not None and self.free[layer]
         return regress_outputs(layer, form, [(call.args, call.kwargs, y) for call, y in pairs], shift=shift)
 
     def _pairs(self, calls: list[Call]) -> list[tuple[Call, Tensor]] | None:
