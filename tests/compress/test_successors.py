@@ -162,3 +162,14 @@ def test_a_stream_with_an_error_is_corrected_by_least_squares(images: list[Tenso
     samples = Samples(conv, [Pair(x, y, (x, other))], Successors(model.bn2, 0), free=True)  # type: ignore[arg-type]
     torch.testing.assert_close(samples.target(old).weight[0], solved, rtol=0.02, atol=0.02)
     assert (solved - old[0]).norm() > 0.1 * old.norm()
+
+
+def test_a_batch_norm_that_gives_nothing_asks_for_no_corrections(images: list[Tensor]) -> None:
+    """Last batch norms of residual blocks often start with weights of zero."""
+    model = trained_looking(added)
+    nn.init.zeros_(model.bn2.weight)
+    nn.init.zeros_(model.bn2.bias)
+    canonical = cpnorm.canonical_norm(copy.deepcopy(model))
+    cpnorm.truncate(canonical, ranks={"conv1": 12, "conv2": 6}, data=images)
+    with torch.no_grad():
+        assert (canonical(images[0]) - model(images[0])).norm() < 0.5 * model(images[0]).norm()

@@ -98,7 +98,8 @@ class Samples:
             offset = offset if norm.bias is None else offset + norm.bias
         offset = offset if bias is None else offset + scale * bias
         square = scale.square()
-        inverse = scale / (square + STEADY * square.mean()) if norm is not None else scale
+        damped = (square + STEADY * square.mean()).clamp_min(torch.finfo(square.dtype).tiny)
+        inverse = scale / damped if norm is not None else scale
         shape = (like.shape[0], 1, -1)
         return scale.reshape(shape), offset.to(scale).expand_as(scale).reshape(shape), inverse.reshape(shape)
 

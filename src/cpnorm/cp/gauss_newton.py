@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cpnorm.cp.output_metric import Factors, Problem
+from cpnorm.cp.spectra import eigh
 from cpnorm.cp.tensor import khatri_rao
 
 NORM_CONTROL = 1e-2  # price on the squared lengths of the vectors, relative to the error: terms must not cancel
@@ -87,7 +88,7 @@ class Linearized:
             rest, whole = (grams, right_gram) if place < 0 else (grams_in, left_gram)
             own = mode if place < 0 else place
             among = reduce(torch.mul, [g for n, g in enumerate(rest) if n != own], whole)
-            values, vectors = torch.linalg.eigh(among)
+            values, vectors = eigh(among)
             found.append((*self.problem.spectra[mode], values.clamp_min(0), vectors))
         return found
 

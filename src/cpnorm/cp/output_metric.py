@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cpnorm.cp.elimination import elimination_order
+from cpnorm.cp.spectra import eigh, svd
 from cpnorm.cp.tensor import khatri_rao
 
 TRUST_IN_INPUTS = 1e-5  # ridge on S, relative to its mean diagonal: directions that the data hardly show keep a price
@@ -95,7 +96,7 @@ class Problem:
     @cached_property
     def spectra(self) -> list[tuple[Tensor, Tensor]]:
         """Return eigenvalues and eigenvectors of the marginals."""
-        return [(values.clamp_min(0), vectors) for values, vectors in map(torch.linalg.eigh, self.marginals)]
+        return [(values.clamp_min(0), vectors) for values, vectors in map(eigh, self.marginals)]
 
     @property
     def output_sizes(self) -> tuple[int, ...]:
@@ -138,12 +139,12 @@ class Problem:
         root, inverse = _roots(self.outputs)
         input_root, input_inverse = _roots(self.marginals[1 + longest])
         whitened = (root @ slices @ input_root).flatten(1, 2)  # (K, O, I)
-        u, values, v = torch.linalg.svd(whitened, full_matrices=False)
+        u, values, v = svd(whitened)
         u = (inverse @ u.reshape(len(u), self.groups, -1, u.shape[-1])).flatten(1, 2)
         kept = values.flatten().argsort(descending=True, stable=True)[:MOST_CANDIDATES]
         factors = [torch.empty(0)] * len(self.shape)
         factors[0] = (u * values[:, None]).movedim(0, 1).flatten(1)[:, kept]
-        factors[1 + longest] = (input_inverse @ v.mT).movedim(0, 1).flatten(1)[:, kept]
+        factors[1 + longest] = (input_inverse @ v).movedim(0, 1).flatten(1)[:, kept]
         position = kept // values.shape[1]
         for mode in reversed(rest):
             factors[1 + mode] = self.spectra[1 + mode][1][:, position % sizes[mode]]
@@ -194,7 +195,7 @@ def _conditioned(metric: Tensor, trust: float) -> tuple[Tensor, float]:  # (g, d
 
 def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:  # (..., d, d) -> the same twice
     """Return the square root of a positive definite matrix, and its inverse."""
-    values, vectors = torch.linalg.eigh(metric.double())
+    values, vectors = eigh(metric.double())
     values = values.clamp_min(1e-12 * values.amax())
     root = (vectors * values.sqrt()[..., None, :]) @ vectors.mT
     inverse = (vectors * values.rsqrt()[..., None, :]) @ vectors.mT
