@@ -35,7 +35,7 @@ test-kernels: $(VENV)/dev.stamp
 	test -x $(KERNELS)/bin/python || $(BIN)/python -m venv $(KERNELS)
 	$(KERNELS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.9.0
 	$(call lend,$(KERNELS))
-	TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest -q -n auto --maxprocesses 4 -p no:cacheprovider tests/gpu tests/deploy/test_fused.py tests/deploy/test_fused_choice.py tests/lab/training/test_kernel_runs.py
+	TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest -q -n auto --maxprocesses 4 -p no:cacheprovider tests/gpu tests/deploy/test_fused*.py tests/lab/training/test_kernel_runs.py
 
 test-kill: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -n0 -m kill tests/trust

@@ -7,9 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from cpnorm import fold
+from cpnorm import canonical_layers, fold
+from cpnorm.deploy.fused import fused_copy
+from cpnorm.deploy.rewrite import NO_REWRITES, find_rewrites
+from cpnorm.deploy.tracing import trace
+from cpnorm.gpu.fused_blocks import FusedBlock, FusedEpilogue
 from cpnorm.nn.layers import CPConv2d, CPLinear
+from laws import close
+
+ALL = 256  # more terms than any layer here has
 
 
 def conv(*arguments: Any, rank: int = 5, **keywords: Any) -> CPConv2d:
@@ -64,3 +72,53 @@ def image(*, channels: int = 3, batch: int = 2) -> Tensor:
 def double_of(model: nn.Module) -> nn.Module:
     """A dense copy in double precision."""
     return fold(copy.deepcopy(model).double())
+
+
+def fused(
+    model: nn.Module, x: Tensor, widest: int = ALL, *, rewrites: bool = False
+) -> tuple[nn.Module, dict[str, str]]:
+    """Return a fused copy in double precision that computes the same, with the forms of its fused layers."""
+    twin = copy.deepcopy(model).double()
+    traced = trace(twin, x.double())
+    found = find_rewrites(traced) if rewrites else NO_REWRITES
+    forms = dict.fromkeys(canonical_layers(twin), "dense")
+    made, names, changed = fused_copy(twin, forms, False, found, traced.parts, widest)
+    kinds = {type(module) for module in made.modules()}
+    assert changed is bool(kinds & {FusedBlock, FusedEpilogue})
+    with torch.no_grad():
+        close(made(x.double()), double_of(model)(x.double()), 1e-10)
+    return made, names
+
+
+def kinds(model: nn.Module) -> list[str]:
+    """Return the classes of all layers, in order."""
+    return [type(layer).__name__ for layer in model.modules() if not layer._modules]
+
+
+class Residual(nn.Module):
+    """A block with a shortcut, with the addition and the last ReLU written in one of several ways."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, way: str) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = conv(inputs, outputs, 3, stride, 1, rank=7, bias=False), norm(outputs)
+        self.conv2, self.bn2 = conv(outputs, outputs, 3, 1, 1, rank=9), norm(outputs)
+        self.shortcut = nn.Sequential()
+        if stride > 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(conv(inputs, outputs, 1, stride, rank=6, bias=False), norm(outputs))
+        self.act1, self.act2, self.way = nn.ReLU(inplace=True), nn.ReLU(inplace=True), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(self.act1(self.bn1(self.conv1(x)))))
+        if self.way == "in place":
+            y += self.shortcut(x)
+            return self.act2(y)
+        if self.way == "function":
+            return F.relu(torch.add(self.shortcut(x), y), inplace=True)
+        return (self.shortcut(x) + y).relu_()
+
+
+def residual_network(way: str = "in place") -> nn.Sequential:
+    """A stem and three blocks with shortcuts."""
+    stem = [conv(3, 16, 3, padding=1, rank=40), norm(16), nn.ReLU()]
+    blocks = [Residual(16, 16, 1, way), Residual(16, 24, 2, way), Residual(24, 24, 1, way)]
+    return line(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 10))

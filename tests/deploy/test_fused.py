@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from cpnorm import canonical_layers, canonical_norm
 from cpnorm.deploy.fused import FUSED, FUSED_PATCHES, fused_copy
@@ -21,33 +20,24 @@ from cpnorm.deploy.tracing import trace
 from cpnorm.gpu.fused_blocks import FusedBlock, FusedEpilogue, FusedInput
 from cpnorm.nn.canonical import CPLayer
 from cpnorm.nn.layers import CPConv1d, CPConv2d, CPConvTranspose2d
-from fused_cases import conv, double_of, image, line, linear, network, norm, randomized
+from fused_cases import (
+    ALL,
+    conv,
+    double_of,
+    fused,
+    image,
+    kinds,
+    line,
+    linear,
+    network,
+    norm,
+    randomized,
+    residual_network,
+)
 from laws import close
 from ways import INTERPRETED, WAYS, device, full_precision  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.usefixtures("full_precision")
-ALL = 256  # more terms than any layer here has
-
-
-def fused(
-    model: nn.Module, x: Tensor, widest: int = ALL, *, rewrites: bool = False
-) -> tuple[nn.Module, dict[str, str]]:
-    """Return a fused copy in double precision that computes the same, with the forms of its fused layers."""
-    twin = copy.deepcopy(model).double()
-    traced = trace(twin, x.double())
-    found = find_rewrites(traced) if rewrites else NO_REWRITES
-    forms = dict.fromkeys(canonical_layers(twin), "dense")
-    made, names, changed = fused_copy(twin, forms, False, found, traced.parts, widest)
-    kinds = {type(module) for module in made.modules()}
-    assert changed is bool(kinds & {FusedBlock, FusedEpilogue})
-    with torch.no_grad():
-        close(made(x.double()), double_of(model)(x.double()), 1e-10)
-    return made, names
-
-
-def kinds(model: nn.Module) -> list[str]:
-    """Return the classes of all layers, in order."""
-    return [type(layer).__name__ for layer in model.modules() if not layer._modules]
 
 
 def pieces(model: nn.Module) -> list[str]:
@@ -216,120 +206,6 @@ def test_batch_norms_go_into_blocks_and_convolutions(affine: bool, bias: bool) -
     assert "BatchNorm2d" not in kinds(made)
     made, _ = fused(line(conv(3, 6, 3), nn.ReLU(), norm(6), conv(6, 5, 3)), image(), rewrites=True)  # too late
     assert "BatchNorm2d" in kinds(made)
-
-
-# --- residual blocks ----------------------------------------------------------------------------------------------
-
-
-class Residual(nn.Module):
-    """A block with a shortcut, with the addition and the last ReLU written in one of several ways."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int, way: str) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = conv(inputs, outputs, 3, stride, 1, rank=7, bias=False), norm(outputs)
-        self.conv2, self.bn2 = conv(outputs, outputs, 3, 1, 1, rank=9), norm(outputs)
-        self.shortcut = nn.Sequential()
-        if stride > 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(conv(inputs, outputs, 1, stride, rank=6, bias=False), norm(outputs))
-        self.act1, self.act2, self.way = nn.ReLU(inplace=True), nn.ReLU(inplace=True), way
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.bn2(self.conv2(self.act1(self.bn1(self.conv1(x)))))
-        if self.way == "in place":
-            y += self.shortcut(x)
-            return self.act2(y)
-        if self.way == "function":
-            return F.relu(torch.add(self.shortcut(x), y), inplace=True)
-        return (self.shortcut(x) + y).relu_()
-
-
-def residual_network(way: str = "in place") -> nn.Sequential:
-    stem = [conv(3, 16, 3, padding=1, rank=40), norm(16), nn.ReLU()]
-    blocks = [Residual(16, 16, 1, way), Residual(16, 24, 2, way), Residual(24, 24, 1, way)]
-    return line(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 10))
-
-
-@pytest.mark.parametrize("way", ["in place", "function", "method"])
-def test_residual_blocks(way: str) -> None:
-    model = residual_network(way)
-    made, forms = fused(model, image(), rewrites=True)
-    assert set(forms) == {name for name, module in model.named_modules() if isinstance(module, CPLayer)}
-    others = ["AdaptiveAvgPool2d", "Flatten", "Linear"]
-    assert sorted(kinds(made)) == sorted(["FusedBlock"] * 8 + ["FusedInput"] * 3 + others)
-    assert not {"BatchNorm2d", "ReLU"} & set(kinds(made))
-    assert str(made.get_submodule("3.conv1")) == "FusedBlock(terms 16 -> 16 -> 16, relu, kernel=(3, 3))"
-    made, forms = fused(model, image(), 0, rewrites=True)
-    assert not forms
-    assert kinds(made).count("FusedEpilogue") == 7  # the stem, and both convolutions of each block
-    assert not {"BatchNorm2d", "ReLU"} & set(kinds(made))
-    made, forms = fused(model, image(), 8, rewrites=True)
-    assert set(forms.values()) == {FUSED, FUSED_PATCHES}
-    assert kinds(made).count("FusedEpilogue") == 2  # one addition is fused with the shortcut
-
-
-def test_a_stem_with_overlapping_pooling_is_fused_with_its_relu_only() -> None:
-    stem = [conv(3, 16, 7, 2, 3, rank=6, bias=False), norm(16), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
-    model = line(*stem, Residual(16, 16, 1, "in place"))
-    made, forms = fused(model, image(), rewrites=True)
-    assert set(forms) == {"0", "4.conv1", "4.conv2"}
-    assert (kinds(made).count("MaxPool2d"), kinds(made).count("ReLU")) == (1, 0)
-
-
-def test_one_relu_called_in_several_places_is_fused_in_each() -> None:
-    model = residual_network()
-    for block in (module for module in model.modules() if isinstance(module, Residual)):
-        block.act2 = block.act1
-    made, _ = fused(model, image(), rewrites=True)
-    assert (kinds(made).count("FusedInput"), kinds(made).count("ReLU")) == (3, 0)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("widest", [0, 8, 256])
-def test_residual_networks_by_kernels(way: str, widest: int) -> None:
-    model, x = residual_network(), image()
-    traced = trace(model, x)
-    forms = dict.fromkeys(canonical_layers(model), "depthwise")
-    forms = {
-        name: form if model.get_submodule(name).kernel_size != (1, 1) else "low-rank" for name, form in forms.items()
-    }
-    made, _, changed = fused_copy(model, forms, True, find_rewrites(traced), traced.parts, widest)
-    assert changed
-    with torch.no_grad():
-        close(made.to(device(way))(x.to(device(way))).double().cpu(), double_of(model)(x.double()), 1e-4)
-
-
-def test_residuals_that_are_not_fused() -> None:
-    class Odd(nn.Module):
-        def __init__(self, how: str) -> None:
-            super().__init__()
-            self.conv, self.how = conv(8, 8, 3, padding=1), how
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.conv(x)
-            if self.how == "relu first":
-                return F.relu(y) + x
-            if self.how == "itself":
-                return y + y
-            if self.how == "scaled":
-                return torch.add(y, x, alpha=2)
-            if self.how == "number":
-                return y + 1
-            return y + x if self.how == "pooled" else F.relu(y + x) + y
-
-    for how in ("relu first", "itself", "scaled", "number", "read twice"):
-        _, forms = fused(Odd(how).eval(), image(channels=8))
-        assert forms == {"conv": FUSED}
-    pooled = line(Odd("pooled"), nn.MaxPool2d(2), nn.ReLU())
-    assert "MaxPool2d" in kinds(fused(pooled, image(channels=8))[0])
-
-
-def test_strided_pointwise_convolutions_leave_out_pixels_first() -> None:
-    first, second = conv(70, 20, 1, stride=2, rank=7), conv(20, 90, 1, stride=(1, 3), rank=5)
-    for layers in ((first,), (first, nn.ReLU(), second), (conv(70, 70, 3, rank=6), first)):
-        made, forms = fused(line(*copy.deepcopy(layers)), image(channels=70))
-        assert set(forms.values()) == {FUSED}
-        alone = layers[0] is first
-        assert next(m for m in made.modules() if isinstance(m, FusedInput)).stride == ((2, 2) if alone else (1, 1))
 
 
 # --- what is not fused --------------------------------------------------------------------------------------------

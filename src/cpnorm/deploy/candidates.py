@@ -25,7 +25,7 @@ NOISE = 1.05  # times within this factor count as equal: the candidate with fewe
 HOPELESS = 2.0  # a chain modelled at more than this multiple of the cheapest is not timed
 MOST_TIMED = 4  # chains of a layer, the cheapest by the model
 LAYER_SECONDS = {"cpu": 0.5, "cuda": 0.05}  # spent on the rounds of one layer, at most
-PATIENCE = {"cpu": 60.0, "cuda": 2.0}  # seconds after which only the cheapest chain by the model is timed
+PATIENCE = {"cpu": 60.0, "cuda": 1.0}  # seconds after which only the cheapest chain by the model is timed
 
 
 @dataclass(frozen=True)

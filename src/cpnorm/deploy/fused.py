@@ -27,12 +27,14 @@ from cpnorm.deploy.rewrite import (
 )
 from cpnorm.deploy.tracing import Part, count_places, has_hooks
 from cpnorm.gpu.fused_blocks import FusedBlock, FusedEpilogue, can_fuse, fused_block, fused_input
+from cpnorm.gpu.fused_launch import aligned
 from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.layers import CPConv2d, CPLinear
 from cpnorm.nn.running import run
 
 FUSED, FUSED_PATCHES = FUSED_FORMS = "fused", "fused-patches"
 ROUNDING = 0.03  # of a block's output: bfloat16 is off by 0.003, one of sixteen terms left out by 0.25
+WIDENS = 2  # times as many terms as channels are too many to write
 RELUS = (F.relu, torch.relu, torch.relu_, "relu", "relu_")
 ADDS = (add, iadd, torch.add, "add", "add_")
 FLATTENS = (torch.flatten, "flatten")
@@ -132,7 +134,8 @@ class _Fusing:
     def fuse_blocks(self, widest: int) -> dict[str, str]:
         """Make fused blocks of canonical layers of at most this rank; return their forms by name.
 
-        A layer of few input channels runs on patches of the image, whatever its rank, unless the limit is 0.
+        A layer of few input channels runs on patches of the image, whatever its rank, unless the limit is 0. A layer
+        that would have to write many more terms than it reads channels is left out, as a stem with a large kernel.
         """
         fused: dict[str, str] = {}
         terms: dict[Node, Node] = {}  # by layers: the node that makes their terms
@@ -142,6 +145,8 @@ class _Fusing:
                 continue
             layer = cast(CPLayer, self._module(node))
             conv = isinstance(layer, CPConv2d)
+            if not patches and node not in terms and self._widens(layer):
+                continue
             tail = self._tail(node, maps=conv, norms=conv, residuals=conv)
             then, flat = self._following(tail.last, layer, widest)
             source = node.args[0] if patches else terms[node] if node in terms else self._input(node, node.args[0])
@@ -165,6 +170,9 @@ class _Fusing:
         if not isinstance(layer, CPLayer) or self.places[id(layer)] > 1 or self.tied[tie_key(layer)] > 1:
             return False
         return can_fuse(layer, patches=patches) and (patches or layer.rank <= widest)
+
+    def _widens(self, layer: CPLayer) -> bool:
+        return isinstance(layer, CPConv2d) and aligned(layer.rank) > WIDENS * layer.in_channels
 
     def _following(self, last: Node, layer: CPLayer, widest: int) -> tuple[Node | None, bool]:
         """Return the layer that can take this output as terms, if there is one, and whether it takes maps flattened."""
@@ -204,11 +212,19 @@ class _Fusing:
             conv = None if layer is None else output_layer(layer)
             if type(conv) is not nn.Conv2d or self.places[id(layer)] > 1 or weights[id(conv.weight)] > 1:
                 continue
-            tail = self._tail(node, maps=True, norms=False, residuals=True)
+            tail, source = self._tail(node, maps=True, norms=False, residuals=True), node
+            if len(tail.nodes) == 1 and self._pools(pooling := _only_user(node)):
+                # The largest of several sums with one bias is the sum of the largest: fewer numbers after the pooling.
+                source = cast(Node, pooling)
+                tail = self._tail(source, maps=False, norms=False, residuals=False)
             if tail.pool or tail.residual is not None or (conv.bias is not None and tail.relu):
                 epilogue = FusedEpilogue(conv.bias, relu=tail.relu, pool=tail.pool).train(conv.training)
                 conv.register_parameter("bias", None)
-                self._replace(tail.nodes[1:], tail, f"{node.target}_epilogue", epilogue, node)
+                self._replace(tail.nodes[1:], tail, f"{node.target}_epilogue", epilogue, source)
+
+    def _pools(self, node: Node | None) -> bool:
+        module = self._module(node)
+        return type(module) is nn.MaxPool2d and not module.return_indices
 
     # --- the graph ------------------------------------------------------------------------------------------------
 
