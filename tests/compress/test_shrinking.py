@@ -220,8 +220,8 @@ def test_progress_is_told_and_the_report_prints() -> None:
     assert all(0 <= done <= total for _, done, total in told)
     reasons = {each.name: each.reason for each in small.report.dense}
     assert reasons == {
-        "0.0": "skip leaves it alone",
-        "1": "a recurrent layer: torch hands its packed weights to one kernel",
+        "0.0": "it is listed in skip",
+        "1": "a recurrent layer: torch passes its packed weights to one kernel",
     }
     assert {layer.name for layer in small.report.layers} == {"0.2", "0.5"}
     text = str(small)
@@ -264,7 +264,7 @@ def test_a_form_that_computes_something_else_is_an_error() -> None:
     assert job.verify(other, model) == 0
     with torch.no_grad():
         other[5].bias += 0.5
-    with pytest.raises(RuntimeError, match="computes something else"):
+    with pytest.raises(RuntimeError, match="differ from the canonical one"):
         job.verify(other, model)
     assert relative_error([(torch.zeros(3), torch.ones(3))]) == 1.0
 

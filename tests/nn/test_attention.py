@@ -82,7 +82,7 @@ def test_calls_of_another_kind_are_errors(capfd: pytest.CaptureFixture[str]) -> 
     call = {"query": x, "key": x, "value": x, "need_weights": False}
     unpack_attention(model, call)
     for other in ({"need_weights": True}, {"attn_mask": torch.zeros(TARGETS, TARGETS)}):
-        with pytest.raises(AssertionError, match="as in the call this layer was made for"):
+        with pytest.raises(AssertionError, match="as in the example input of its conversion"):
             model(**call | other)
     masked = net(batch_first=True)
     unpack_attention(masked, call | {"attn_mask": torch.zeros(TARGETS, TARGETS)})

@@ -54,14 +54,14 @@ def test_every_kind_has_a_sentence() -> None:
     model["tied"].weight = model["table"].weight
     reasons = dense_reasons(model, skip="skipped")
     words = {
-        "table": "looked up",
+        "table": "lookup table",
         "lstm": "recurrent",
         "cell": "recurrent",
         "attention": "packed projection",
         "bilinear": "two inputs",
         "own": "Own is a subclass",
-        "experts": "by expert in code of its own (up 4×6×5)",
-        "bare": "bare parameters in code of its own (positions 1×6×5)",
+        "experts": "by expert in its own code (up 4×6×5)",
+        "bare": "bare parameters in its own code (positions 1×6×5)",
         "normed": "parametrization",
         "pruned": "pruning",
         "skipped": "skip",

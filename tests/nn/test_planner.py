@@ -90,7 +90,7 @@ def test_bytes_and_totals(name: str, device: str) -> None:
 def test_one_image_is_a_batch_of_one() -> None:
     layer = cpnorm.canonical_norm(nn.Conv2d(8, 8, 3))
     assert layer.plan((8, 16, 16)) == layer.plan((1, 8, 16, 16))
-    with pytest.raises(ValueError, match="expected the shape of one image or of a batch"):
+    with pytest.raises(ValueError, match="input_shape: expected that of an image or a batch"):
         layer.plan((8, 16))
 
 

@@ -78,7 +78,7 @@ def test_shared_weights_count_once() -> None:
     cpnorm.canonical_norm(model, ranks, "kaiming_normal")
     assert 600 - 61 < weights(model) <= 600
     assert weights(cut) == weights(model)
-    with pytest.raises(ValueError, match="0 and 1 share a weight, but ranks says 2 and 1"):
+    with pytest.raises(ValueError, match="ranks: 0 and 1 share a weight, but got 2 and 1"):
         cpnorm.truncate(cut, ranks={"0": 2, "1": 1})
 
 

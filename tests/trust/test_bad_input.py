@@ -241,7 +241,7 @@ BAD: dict[str, list[Bad]] = {
     "truncate": [
         *no_model(lambda model: truncate(model, rate=0.5)),
         Bad(lambda m: truncate(m, rate=0.5), "no canonical layer to truncate", plain),
-        Bad(lambda m: truncate(m, rate=0.5), "expected a model with values, got 0 on the meta device", on_meta),
+        Bad(lambda m: truncate(m, rate=0.5), "model: expected values in memory, got 0 on the meta device", on_meta),
         Bad(lambda m: truncate(m, rate=0.5), "expected finite values, got NaN or infinity in 3", broken),
         *no_rank(lambda m, rank: truncate(m, ranks=rank)),
         *no_rank(lambda m, rank: truncate(m, ranks={"0": rank})),
@@ -252,7 +252,7 @@ BAD: dict[str, list[Bad]] = {
             for bad in each(
                 lambda m, x, name=name: truncate(m, **{name: x}, data=batches(), example_input=images()),
                 dict.fromkeys((NAN, INF, "0.5", True, list), f"expected (a number as {name}|0 <=? {name})")
-                | ({-1: "got -1"} if name != "loss" else {-1: "increase of the loss >= 0, got -1"}),
+                | ({-1: "got -1"} if name != "loss" else {-1: "an allowed increase >= 0, got -1"}),
             )
         ],
         *each(lambda m, x: truncate(m, rate=0.5, data=x), {5: "expected batches of inputs .* as data, got a int"}),
@@ -302,7 +302,7 @@ BAD: dict[str, list[Bad]] = {
             lambda m: truncate(
                 m, rate=0.5, criterion="taylor", data=batches(), loss_function=lambda y, t: y.sum() * NAN
             ),
-            "expected finite values, got NaN or infinity in its gradient on the data of 0",
+            "expected finite values, got NaN or infinity in the gradient on the data of 0",
         ),
         Bad(lambda m: truncate(m, loss=1, data=batches(), loss_function=5), "'int' object is not callable"),
     ],
@@ -332,7 +332,7 @@ BAD: dict[str, list[Bad]] = {
     ],
     "lambda_penalty": [
         *no_model(cpnorm.lambda_penalty),
-        Bad(cpnorm.lambda_penalty, "no canonical layer to put pressure on", plain),
+        Bad(cpnorm.lambda_penalty, "no canonical layer to penalise", plain),
     ],
     "summary": [*no_model(cpnorm.summary), *no_input(cpnorm.summary)],
     "factorize": [

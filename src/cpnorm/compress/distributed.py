@@ -1,4 +1,4 @@
-"""Truncate a model that several processes hold: one decides from the data of all, and the others follow."""
+"""Truncate a model in several processes: the first one truncates on the data of all, and the others copy its result."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def truncate_wrapped(
     optimizers: Sequence[torch.optim.Optimizer],
     arguments: dict[str, Any],
 ) -> Report:
-    """Truncate the module inside a DistributedDataParallel in all processes alike, and return the report to each.
+    """Truncate the module inside a DistributedDataParallel in the same way in all processes, and return the report.
 
-    The wrapper learns the new shapes, so that training goes on with the same objects.
+    The wrapper is updated to the new shapes, so that training continues with the same objects.
     """
     if model.process_group is not distributed.group.WORLD:
         raise ValueError("expected a DistributedDataParallel of the default process group, got one of another group")
     report = truncate_replicas(truncate, model.module, optimizers, arguments)
     if not arguments.get("dry_run"):
-        model.__setstate__(model.__getstate__())  # which builds the buckets for gradients anew
+        model.__setstate__(model.__getstate__())  # builds new buckets for gradients
     return report
 
 
@@ -40,7 +40,7 @@ def truncate_replicas(
     optimizers: Sequence[torch.optim.Optimizer],
     arguments: dict[str, Any],
 ) -> Report:
-    """Truncate a model of which every process has a replica, in all of them alike, and return the report to each.
+    """Truncate a model of which every process has a replica in the same way in all processes, and return the report.
 
     Every process must call this. The first one truncates, on the batches of all processes together; the others take
     over its parameters, buffers and optimizer state. An error in the first process is raised in all of them.

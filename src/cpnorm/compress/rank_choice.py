@@ -83,7 +83,7 @@ def _options(
 
 
 def _rounded(rank: int, most: int, multiple: int) -> int:
-    """Return a rank rounded down to a multiple, at least to one of it, if the layer has so many terms."""
+    """Return a rank rounded down to a multiple, but to no less than ``multiple`` if the layer has that many terms."""
     return rank if rank == most else min(most, max(multiple, rank - rank % multiple))
 
 

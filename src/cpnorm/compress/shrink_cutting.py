@@ -18,14 +18,14 @@ from cpnorm.nn.convert import canonical_layers
 from cpnorm.nn.siblings import split_siblings
 from cpnorm.nn.work import count_work
 
-PROBES = 7  # budgets tried for a bound on latency or accuracy
-ATTEMPTS = 3  # cuts until the factorised model is within the budget
-FOR_SPEED = 0.98  # of a budget of parameters is for terms, the rest for faster forms of convolutions
-NEARLY = 1.05  # of the fewest parameters: a faster form of a layer may have this many
+PROBES = 7  # steps of the bisection for a budget of latency or accuracy
+ATTEMPTS = 3  # truncations until the factorised model is within the budget
+FOR_SPEED = 0.98  # share of a parameter budget for terms; the rest is for faster forms of convolutions
+NEARLY = 1.05  # a faster form of a layer may have this many times the fewest parameters
 
 
 def cut_within(job: ShrinkJob, budget: str, amount: float, exact: nn.Module) -> nn.Module:
-    """Return the canonical model cut so that what becomes of it is within the budget."""
+    """Return the canonical model, truncated so that its plain form is within the budget."""
     if budget == "accuracy_drop":
         return _by_accuracy(job, amount, exact)
     if budget == "latency_ms":
@@ -45,29 +45,29 @@ def cut_within(job: ShrinkJob, budget: str, amount: float, exact: nn.Module) -> 
         target = max(least, int(FOR_SPEED * limit))
     for attempt in range(ATTEMPTS):
         last = attempt == ATTEMPTS - 1
-        twin = exact if last else copy.deepcopy(exact)
-        cut_to(job, twin, budget, target)
-        small = plain_model(budget_forms(job, twin, budget), twin)
+        candidate = exact if last else copy.deepcopy(exact)
+        cut_to(job, candidate, budget, target)
+        small = plain_model(budget_forms(job, candidate, budget), candidate)
         got = count_parameters(small) if budget == "parameters" else flops_of(small, job.example)
         if got <= limit or last:
             break
-        # Plain forms hold more than terms: a little more, or many times as much where a layer follows a flatten.
+        # Plain forms have more parameters than terms: a little more, or many times as many after a flatten.
         less = target - math.ceil(1.02 * (got - limit))
         target = max(least, less if 2 * less > target else int(0.98 * target * limit / got))
     if got > limit:
-        warnings.warn(f"the result has {got:,} {budget}, more than the {limit:,} asked for", stacklevel=4)
-    return twin
+        warnings.warn(f"the result has {got:,} {budget}, more than the {limit:,} of the budget", stacklevel=3)
+    return candidate
 
 
-def cut_to(job: ShrinkJob, twin: nn.Module, budget: str, target: int, **changed: Any) -> None:
+def cut_to(job: ShrinkJob, candidate: nn.Module, budget: str, target: int, **changed: Any) -> None:
     """Truncate in place to a number of parameters or FLOPs."""
     options: dict[str, Any] = {"data": job.batches, "progress": partial(job.told, "cutting"), **changed}
     if budget == "parameters":
-        truncate(twin, params=target, **options)
+        truncate(candidate, params=target, **options)
     else:
         counted = sum(work.dense for work in count_work(job.model, job.example).values())
-        others = flops_of(job.model, job.example) - counted  # attention's products, which stay
-        truncate(twin, flops=target - others, example_input=job.example, **options)
+        others = flops_of(job.model, job.example) - counted  # such as attention's products, which truncation leaves
+        truncate(candidate, flops=target - others, example_input=job.example, **options)
 
 
 def _by_accuracy(job: ShrinkJob, drop: float, exact: nn.Module) -> nn.Module:
@@ -77,11 +77,11 @@ def _by_accuracy(job: ShrinkJob, drop: float, exact: nn.Module) -> nn.Module:
     for probe in range(PROBES):
         job.tell("bisecting", probe, PROBES)
         share = math.sqrt(low * high)
-        twin = copy.deepcopy(exact)
-        cut_to(job, twin, "parameters", math.ceil(share * whole))
-        score = job.score(twin)
+        candidate = copy.deepcopy(exact)
+        cut_to(job, candidate, "parameters", math.ceil(share * whole))
+        score = job.score(candidate)
         if score >= allowed:
-            best, high = twin, share
+            best, high = candidate, share
         else:
             low = share
     if best is None:
@@ -93,30 +93,30 @@ def _by_accuracy(job: ShrinkJob, drop: float, exact: nn.Module) -> nn.Module:
 
 def _by_latency(job: ShrinkJob, limit: float, exact: nn.Module) -> nn.Module:
     whole, low, high, share = flops_of(job.model, job.example), 0.0, 1.0, 0.0
-    quickly = {"refit": "none", "data": job.batches[:1]}  # ranks are what matters for the time
+    quickly = {"refit": "none", "data": job.batches[:1]}  # the time depends on the ranks only
     least = math.inf
     for probe in range(PROBES):
         job.tell("bisecting", probe, PROBES)
-        middle, twin = (low + high) / 2, copy.deepcopy(exact)
+        middle, candidate = (low + high) / 2, copy.deepcopy(exact)
         try:
-            cut_to(job, twin, "flops", math.ceil(middle * whole), **quickly)
+            cut_to(job, candidate, "flops", math.ceil(middle * whole), **quickly)
         except ValueError:  # fewer than one term in each layer
             low = middle
             continue
-        taken = job.milliseconds(plain_model(budget_forms(job, twin, "flops"), twin))
+        taken = job.milliseconds(plain_model(budget_forms(job, candidate, "flops"), candidate))
         least = min(least, taken)
         if taken <= limit:
             low = share = middle
         else:
             high = middle
-    for slack in (1.0, 0.9, 0.8) if share else ():  # the clock is noisy
-        twin = copy.deepcopy(exact)
-        cut_to(job, twin, "flops", math.ceil(slack * share * whole))
-        taken = job.milliseconds(plain_model(budget_forms(job, twin, "latency_ms"), twin))
+    for slack in (1.0, 0.9, 0.8) if share else ():  # timings are noisy
+        candidate = copy.deepcopy(exact)
+        cut_to(job, candidate, "flops", math.ceil(slack * share * whole))
+        taken = job.milliseconds(plain_model(budget_forms(job, candidate, "latency_ms"), candidate))
         least = min(least, taken)
         if taken <= limit:
-            return twin
-    raise ValueError(f"latency_ms: expected at least about {least:.3g} ms, the least that a cut reaches here")
+            return candidate
+    raise ValueError(f"latency_ms: expected at least about {least:.3g} ms, the least time found, got {limit:g}")
 
 
 def _least_parameters(exact: nn.Module) -> int:
@@ -125,7 +125,7 @@ def _least_parameters(exact: nn.Module) -> int:
 
 
 def budget_forms(job: ShrinkJob, cut: nn.Module, budget: str) -> Factorization:
-    """Return the forms that suit the budget: the fewest parameters, the least arithmetic or the least time."""
+    """Return the forms of least parameters, FLOPs or time, depending on the budget."""
     if budget == "latency_ms":
         return choose_forms(cut, job.example)
     choice = choose_forms(cut, job.example, measure=False, goal="parameters")
@@ -148,7 +148,7 @@ def budget_forms(job: ShrinkJob, cut: nn.Module, budget: str) -> Factorization:
 
 
 def plain_model(choice: Factorization, cut: nn.Module) -> nn.Module:
-    """Return the small model in these forms."""
+    """Return the model in these forms, as plain layers."""
     small = choice.apply(cut).eval()
     split_siblings(small)
     return small

@@ -1,4 +1,4 @@
-"""What ``shrink`` is given, and what it measures on models: the metric, time, FLOPs, and the outputs."""
+"""The model and data that ``shrink`` works on, and measurements of models: metric, time, FLOPs and outputs."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from cpnorm.nn.running import evaluating, run, to_device_of
 
 Metric = Callable[[Any, Any], Any]
 
-ROUNDING = 1e-3  # of the outputs' norm: single precision may amplify that much in deep networks
-EXACT = 1e-6  # of the outputs' norm in double precision
+ROUNDING = 1e-3  # error relative to the outputs' norm that single precision may cause in deep networks
+EXACT = 1e-6  # the same in double precision
 
 
 @dataclass
 class ShrinkJob:
-    """The given model and its data, and the steps from it to a small one."""
+    """The model to shrink, with its data and the options that all steps need."""
 
     model: nn.Module
     batches: list[Batch]
     example: Any
     metric: Metric | None
     tell: Progress
-    limit: int | None = None  # parameters of the result
+    limit: int | None = None  # parameters that the result may have
     stacked: dict[str, tuple[str, ...]] = field(default_factory=dict)  # names of layers that are decomposed together
 
     @property
@@ -54,7 +54,7 @@ class ShrinkJob:
         self.tell(f"{what}: {name}" if name else what, done, total)
 
     def verify(self, small: nn.Module, cut: nn.Module) -> float:
-        """Return how far the outputs of both are apart; raise where it is more than rounding explains."""
+        """Return the relative difference of the outputs of both models; raise if it is more than rounding."""
         inputs, _ = self.batches[0]
         with torch.no_grad(), evaluating(cut), evaluating(small):
             error = relative_error([(run(small, inputs), run(cut, inputs))])
@@ -63,17 +63,17 @@ class ShrinkJob:
             wide = [copy.deepcopy(each).double() for each in (small, cut)]
             try:
                 in_double = relative_error([(run(wide[0], _double(inputs)), run(wide[1], _double(inputs)))])
-            except RuntimeError:  # some of torch's kernels know single precision only
+            except RuntimeError:  # some kernels of torch support single precision only
                 in_double = error
         if in_double > EXACT:
             raise RuntimeError(
-                f"the factorised model computes something else: its outputs are {error:.2g} away, and {in_double:.2g} "
-                "in double precision; please report this network"
+                f"the outputs of the factorised model differ from the canonical one's by {error:.2g}, and by "
+                f"{in_double:.2g} in double precision; please report this network"
             )
         return error
 
     def score(self, model: nn.Module) -> float:
-        """Return the metric over all batches, each counted by its size."""
+        """Return the mean of the metric over all batches, weighted by their sizes."""
         metric, total, count = self.metric or accuracy, 0.0, 0
         with torch.no_grad(), evaluating(model):
             for inputs, targets in self.batches:
@@ -83,7 +83,7 @@ class ShrinkJob:
         return total / count
 
     def milliseconds(self, *models: nn.Module) -> Any:
-        """Return the time of one pass over the example of each model: of several in turns."""
+        """Return the milliseconds of one pass over the example input, for each model; several are timed in turns."""
         runs = {n: partial(run_without_gradients, model, self.example) for n, model in enumerate(models)}
         with evaluating(self.model):
             taken = [1e3 * seconds for seconds in fastest(runs, self.device).values()]
@@ -108,7 +108,7 @@ class ShrinkJob:
         layers = []
         for name, (kind, shape) in shapes.items():
             form, members = choice.layers.get(name), self.stacked.get(name, (name,))
-            module = nn.ModuleList(small.get_submodule(member) for member in members)  # what they share counts once
+            module = nn.ModuleList(small.get_submodule(member) for member in members)  # shared parameters count once
             biases = sum(p.numel() for key, p in module.named_parameters() if key.endswith("bias"))
             terms, called = (form.rank, form.form) if form is not None else (0, "dense")
             title = ", ".join([members[0], *(member.rpartition(".")[2] for member in members[1:])])
@@ -143,16 +143,16 @@ class ShrinkJob:
         if self.metric is None:
             try:
                 return (self.score(self.model), self.score(small)), "accuracy"
-            except ValueError:  # no class indices among the data
+            except ValueError:  # the targets are not class indices
                 return (None, None), None
         return (self.score(self.model), self.score(small)), getattr(self.metric, "__name__", "metric")
 
 
 def flops_of(model: nn.Module, example: Any) -> int:
-    """Return the FLOPs of all matrix products and convolutions of one pass."""
+    """Return the FLOPs of all matrix products and convolutions in one pass."""
     counter = FlopCounterMode(display=False)
     fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # a kernel of its own, which is not counted
+    torch.backends.mha.set_fastpath_enabled(False)  # it runs one kernel, whose FLOPs are not counted
     try:
         with torch.no_grad(), evaluating(model), counter:
             run(model, example)

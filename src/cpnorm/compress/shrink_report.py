@@ -1,4 +1,4 @@
-"""What shrinking did to a network, what it cost and what it bought: printable, and plain JSON."""
+"""The report of ``shrink``: a network before and after, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cpnorm.nn.coverage import DenseLayer
 
 @dataclass(frozen=True)
 class ShrunkLayer:
-    """One layer that was in canonical form: what it was and what it has become."""
+    """A layer that was in canonical form, before and after."""
 
     name: str
     kind: str
     shape: tuple[int, ...]
-    rank: int  # terms it keeps
-    form: str  # of plain layers, such as "low-rank" or "depthwise"; "dense" where one piece is smaller
+    rank: int  # number of terms that are kept
+    form: str  # of plain layers, such as "low-rank" or "depthwise", or "dense"
     parameters_before: int
     parameters_after: int
 
@@ -37,7 +37,7 @@ class ShrunkLayer:
 
 @dataclass(frozen=True)
 class ShrinkReport:
-    """Printable: what was done to a network, and its size, arithmetic, time and outputs before and after.
+    """What was done to a network, and its size, FLOPs, time and outputs before and after; prints as tables.
 
     FLOPs and milliseconds are those of one pass over the example input. ``output_error`` is the distance of the outputs
     from the given model's, relative to their norm; ``metric_before`` and ``metric_after`` are None without targets.

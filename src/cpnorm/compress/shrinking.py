@@ -1,11 +1,10 @@
-"""One call from a trained network to a small one of plain layers, with a report."""
+"""Shrink a trained network to a small one of plain layers, with a report, in one call."""
 
 from __future__ import annotations
 
 import copy
 import math
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -56,28 +55,30 @@ def shrink(
     together: bool = True,
     progress: Progress | None = None,
 ) -> Shrunk:
-    """Make a small model of plain torch layers from a trained one, under exactly one budget; the given one stays.
+    """Make a small model of plain torch layers from a trained one, under exactly one budget.
 
-    A copy takes canonical form, is cut to the budget where that changes its outputs on the data least, fitted to the
-    old outputs, fine-tuned if asked for, and factorised; its outputs are compared with those before.
+    The given model does not change. A copy takes canonical form, is truncated to the budget where that changes its
+    outputs on the data least, fitted to the old outputs, optionally fine-tuned, and factorised. The outputs before and
+    after factorisation are compared.
 
     Args:
-        model: a trained network of any making; what of it stays dense, and why, is in the report.
+        model: any trained network; the report lists the layers that stay dense, with reasons.
         data: a few hundred typical inputs: a DataLoader of inputs or (inputs, targets), a tensor, or batches as
-            tensors, tuples or mappings of keyword arguments. Targets are only looked at by ``metric``.
-        parameters: how many the result may have: a share of the given model's (0.1), or a number.
-        flops: what one pass over the example input may cost: a share, or a number.
-        latency_ms: milliseconds one pass over the example input may take, measured on the model's device.
-        accuracy_drop: how far the metric may fall on the data, such as 0.01; the smallest model found by bisection.
-        metric: of (outputs, targets) of a batch, where more is better; the share of right answers if the targets are
-            class indices.
-        finetune: trains the canonical model that it is given, in place, by the user's own loop.
-        example_input: what FLOPs and milliseconds are counted for; the first sample of the data if None.
-        samples: how many samples of the data to use at most.
+            tensors, tuples or mappings of keyword arguments. Targets are used by ``metric`` only.
+        parameters: how many parameters the result may have: a share of the given model's (0.1), or a number.
+        flops: how many FLOPs one pass over the example input may take: a share, or a number.
+        latency_ms: milliseconds that one pass over the example input may take, measured on the model's device.
+        accuracy_drop: how far the metric may fall on the data, such as 0.01; the smallest such model is found by
+            bisection.
+        metric: a function of (outputs, targets) of a batch, larger values being better; by default the accuracy if the
+            targets are class indices.
+        finetune: a function that trains the canonical model in place.
+        example_input: the input for which FLOPs and milliseconds are counted; by default the first sample of the data.
+        samples: the largest number of samples of the data to use.
         skip: layers to leave alone: names, patterns such as "features.*", or types.
-        together: let linear layers with the same input, such as query, key and value, share their input vectors, where
-            the budget is one of parameters or accuracy: fewer parameters for the same outputs, more arithmetic.
-        progress: called with (what is being done, steps done, steps in all).
+        together: under a budget of parameters or accuracy, let linear layers with the same input, such as query, key
+            and value, share their input vectors. This takes fewer parameters for the same outputs, and more FLOPs.
+        progress: called with (name of the step, steps done, steps in total).
 
     >>> network = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     >>> small = shrink(network, torch.randn(256, 64), parameters=0.5)
@@ -128,37 +129,35 @@ def _only_budget(**offered: Any) -> tuple[str, float]:
 
 
 def _canonical_form(job: ShrinkJob, skip: Skip, together: bool) -> tuple[nn.Module, dict[str, str]]:
-    """Return the model's copy at exact ranks, and why layers stay dense, by name."""
-    twin = copy.deepcopy(job.model).eval()
+    """Return a copy of the model at exact ranks, and the reasons why layers stay dense, by name."""
+    canonical = copy.deepcopy(job.model).eval()
     reasons: dict[str, str] = {}
-    if not canonical_layers(twin):
-        unpack_layers(twin, job.example)
-        twin = _with_siblings(job, twin, skip) if together else twin
-        reasons = dense_reasons(twin, skip)
+    if not canonical_layers(canonical):
+        unpack_layers(canonical, job.example)
+        canonical = _with_siblings(job, canonical, skip) if together else canonical
+        reasons = dense_reasons(canonical, skip)
         try:
-            modes = {n: m for n, m in flatten_modes(twin, job.example).items() if n not in reasons}
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "leave")
-                inside = [name for name in reasons if isinstance(twin.get_submodule(name), LAYERS)]
-                canonical_norm(twin, skip=inside, modes=modes, progress=partial(job.told, "canonical form"))
+            modes = {n: m for n, m in flatten_modes(canonical, job.example).items() if n not in reasons}
+            inside = [name for name in reasons if isinstance(canonical.get_submodule(name), LAYERS)]
+            canonical_norm(canonical, skip=inside, modes=modes, progress=partial(job.told, "canonical form"))
         except ValueError as error:
-            raise ValueError(f"{error}; dense are: {reasons}" if reasons else str(error)) from error
-    # Layers whose weights other code reads cannot become several: cutting them would gain nothing.
-    for name, form in choose_forms(twin, job.example, measure=False, goal="parameters").layers.items():
+            raise ValueError(f"{error}; layers that stay dense: {reasons}" if reasons else str(error)) from error
+    # A layer whose weight is read by other code must stay in one piece, so that truncating it would save nothing.
+    for name, form in choose_forms(canonical, job.example, measure=False, goal="parameters").layers.items():
         if form.form == "dense" and form.reason != "fewest parameters":
-            fold(twin.get_submodule(name))
+            fold(canonical.get_submodule(name))
             reasons[name] = form.reason
-    if not canonical_layers(twin):
+    if not canonical_layers(canonical):
         raise ValueError(f"no layer of {type(job.model).__name__} can be cut: {reasons}")
-    return twin, reasons
+    return canonical, reasons
 
 
-def _with_siblings(job: ShrinkJob, twin: nn.Module, skip: Skip) -> nn.Module:
-    stacked = copy.deepcopy(twin)
-    found = stack_siblings(stacked, job.example, sorted(skipped(twin, skip) if skip else ()))
+def _with_siblings(job: ShrinkJob, canonical: nn.Module, skip: Skip) -> nn.Module:
+    stacked = copy.deepcopy(canonical)
+    found = stack_siblings(stacked, job.example, sorted(skipped(canonical, skip) if skip else ()))
     try:
         run_without_gradients(stacked, job.example)
-    except AttributeError:  # other code reads the weights of such layers
-        return twin
+    except AttributeError:  # other code reads the weights of these layers
+        return canonical
     job.stacked.update(found)
     return stacked

@@ -1,4 +1,4 @@
-"""Truncation: drop the terms that matter least under one budget, refit the others, and report what it cost."""
+"""Truncate models: drop the least important terms under a budget, refit the others, and report the result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from cpnorm.nn.convert import Skip, fold
 from cpnorm.nn.stale_state import watch_resized
 from cpnorm.nn.work import count_work
 
-FEW_SAMPLES = 8
+FEW_SAMPLES = 8  # a fit to fewer samples gets a warning
 
 
 @torch.inference_mode(False)
@@ -64,50 +64,51 @@ def truncate(
 ) -> Report:
     """Drop terms of a canonical layer, or of all canonical layers of a model, in place, under exactly one budget.
 
-    The parameters stay the same objects with fewer columns, so that an optimizer cannot lose them. Every layer keeps at
-    least one term. All layers are truncated, or, on an error, none.
+    The parameters stay the same objects and have fewer columns, so that an optimizer still holds them. Every layer
+    keeps at least one term. On an error no layer changes.
 
     Args:
-        model: a canonical layer, or a model that has some. A DistributedDataParallel is truncated in all processes
-            alike, on the data of all; each must call this.
+        model: a canonical layer, or a model that has some. A DistributedDataParallel is truncated in the same way in
+            all processes, on the data of all processes; each process must call this function.
         rate: the share of terms to drop in each layer, as in the paper.
-        ranks: how many terms to keep, by layer name (the others keep all), or one bound for every layer.
-        params: parameters the whole model may have afterwards, biases and plain layers included: a number, or as a
-            float up to 1 a share of the dense model's.
-        flops: FLOPs of all linear and convolutional layers on ``example_input``, each run dense or through its factors,
-            whichever is less: a number, or as a float up to 1 a share of the dense model's.
+        ranks: how many terms to keep, by layer name (other layers keep all), or one bound for every layer.
+        params: how many parameters the whole model may have afterwards, including biases and plain layers: a number,
+            or a float up to 1 as a share of the dense model's.
+        flops: how many FLOPs all linear and convolutional layers may take on ``example_input``, each run dense or
+            through its factors, whichever is less: a number, or a float up to 1 as a share of the dense model's.
         energy: the least mean over the layers of 1 - ||W - W_kept||^2 / ||W||^2, before any refit.
         loss: how much ``loss_function`` may grow on ``data``; with an error rate, the allowed drop in accuracy.
-        criterion: what a term is worth. "lambda": its squared norm; "gram": what its absence adds to the squared error,
-            overlaps with other terms included; "taylor": |lambda * dL/dlambda| on ``data``. Given ``data``, the first
-            two are measured at the outputs of the layer instead of its weight. Between layers they count as shares of
-            the layer's own whole, since the scale of a layer means nothing where the next one can undo it; and what
-            adds up is minus the logarithm of the share that is left, so that no layer is emptied for the others' sake.
-            The default is "gram" where vectors are refitted, else "lambda". With refit="calibrated" the budget is
-            shared by how much the outputs of the network would change, and the criterion is only for layers that the
-            data do not reach.
-        refit: how the kept terms make up for the others. "none"; "lambdas": least squares on lambda towards the old
-            weight; "als": alternating least squares towards it; "outputs": after that, least squares on the output
+        criterion: the importance of a term. "lambda": its squared norm; "gram": what its absence adds to the squared
+            error, including its overlap with other terms; "taylor": |lambda * dL/dlambda| on ``data``. With ``data``,
+            the first two are measured at the outputs of the layer instead of its weight. To compare layers, each is
+            scaled to a total of 1, since the next layer can undo the scale of a layer; and minus the logarithm of the
+            share that is left is added up, so that no layer loses nearly everything for the sake of the others. The
+            default is "gram" if vectors are refitted, else "lambda". With refit="calibrated" the budget is distributed
+            by the change of the network's outputs, and the criterion is used only for layers that the data do not
+            reach.
+        refit: how the kept terms make up for the dropped ones. "none"; "lambdas": least squares on lambda towards the
+            old weight; "als": alternating least squares towards it; "outputs": after "als", least squares on the output
             vectors and the bias towards the old outputs on ``data``; "calibrated": all vectors are fitted to the old
-            outputs on ``data``. The last two go layer by layer, each on the inputs that the truncated layers before it
-            hand on; they are not for models that pick or order rows by their values, where old and new outputs would
-            not belong together. The default is the strongest that the arguments allow: "calibrated" with ``data``
-            ("outputs" if a criterion is given, "als" for a budget of energy), "als" without, and "lambdas" with an
-            optimizer, whose state it keeps.
+            outputs on ``data``. The last two go layer by layer, each on the outputs of the truncated layers before it.
+            They are not for models that select or sort rows by value, where rows of the old and the new outputs would
+            not correspond. The default is the strongest refit that the arguments allow: "calibrated" with ``data``
+            ("outputs" if a criterion is given, "als" for a budget of energy), "als" without data, and "lambdas" with
+            an optimizer, because it keeps the optimizer's state meaningful.
         data: a DataLoader, a tensor of inputs, or batches of inputs, of (inputs, targets) or of keyword arguments;
             inputs are one argument, a tuple of them, or a mapping by name. A few hundred samples are plenty. Targets
             are needed for ``loss`` and "taylor" only. Statistics of batch norms are adapted to the truncated model.
-        loss_function: of (outputs, targets), averaged over the batch.
-        example_input: what FLOPs are counted on.
-        optimizer: one or several: their state is cut to the kept terms, so that training goes on; "als", "outputs" and
-            "calibrated" make new terms, whose state starts anew. Without it an optimizer that has state raises at its
-            next step. Gradients that are there are dropped, those of other parameters are not: step or zero them first.
+        loss_function: a function of (outputs, targets), averaged over the batch.
+        example_input: the input for which FLOPs are counted.
+        optimizer: one or several optimizers, whose state is cut to the kept terms, so that training can continue.
+            "als", "outputs" and "calibrated" make new terms, whose state starts from zero. Without this argument an
+            optimizer that has state for the terms raises at its next step. Gradients of the terms are dropped, those
+            of other parameters are not: call ``step`` or ``zero_grad`` first.
         skip: layers to leave alone: names, patterns such as "features.*", or types.
-        round_ranks: cut to multiples of this many terms only; 8 suits the matrix units of GPUs.
-        dense_layers: turn layers that keep all their terms under a budget of parameters or FLOPs back into plain ones
-            where their dense weight is smaller; True by default unless an optimizer is given.
-        progress: called with (layer name, layers done, layers in all).
-        dry_run: only report what would happen.
+        round_ranks: keep multiples of this many terms only; 8 suits the matrix units of GPUs.
+        dense_layers: under a budget of parameters or FLOPs, turn layers that keep all their terms back into plain ones
+            if their dense weight is smaller; True by default unless an optimizer is given.
+        progress: called with (layer name, layers done, layers in total).
+        dry_run: report what would happen, and change nothing.
 
     >>> from cpnorm import canonical_norm
     >>> model = canonical_norm(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)))
@@ -127,11 +128,13 @@ def truncate(
     criterion = criterion if criterion is not None else "lambda" if refit in ("none", "lambdas") else "gram"
     check_arguments(budget, amount, criterion, refit, batches, example_input is not None)
     if dense_layers and optimizers:
-        raise ValueError("dense_layers=True: an optimizer cannot follow layers that become plain; give one of the two")
+        raise ValueError(
+            "dense_layers=True replaces parameters that an optimizer holds: give dense_layers or optimizer"
+        )
     layers = layers_to_truncate(model, skip)
     work = count_work(model, example_input) if example_input is not None else {}
     if budget == "flops" and not any(tie_key(layer) in work for layer in layers.values()):
-        raise ValueError("expected an example_input that reaches a canonical layer, got one that reaches none")
+        raise ValueError("example_input: expected one that reaches a canonical layer, got one that reaches none")
 
     job = TruncationJob(model, layers, batches, criterion, refit, loss_function, progress)
     multiple = check_int("round_ranks", round_ranks)
@@ -156,7 +159,7 @@ def truncate(
     if dry_run:
         return report
 
-    # Everything is known and checked: from here on nothing can fail half way.
+    # Everything is computed and checked; what follows cannot fail after a part of it.
     for name, form in forms.items():
         layers[name].replace_terms(form.cp)
         if form.bias is not None:
@@ -174,7 +177,7 @@ def truncate(
 
 
 def _make_dense(model: nn.Module, layers: Sequence[CPLayer]) -> None:
-    """Turn layers back into plain ones; an optimizer that still has state for their terms raises at its next step."""
+    """Turn layers back into plain ones; an optimizer that has state for their terms will raise at its next step."""
     keys = {tie_key(layer) for layer in layers}
     tied = [module for module in model.modules() if isinstance(module, CPLayer) and tie_key(module) in keys]
     terms = [parameter for layer in layers for parameter in layer.canonical_parameters()[1:]]
@@ -188,9 +191,9 @@ def _make_dense(model: nn.Module, layers: Sequence[CPLayer]) -> None:
 def _warn(
     budget: str, amount: Any, present: int | None, report: Report, job: TruncationJob, *, by_default: bool
 ) -> None:
-    """Warn of results that are hardly what was wanted; a refit that is named is taken for a choice."""
+    """Warn about likely mistakes: a budget that cuts nothing, a result larger than the dense model, few samples."""
     if present is not None and present <= amount:
-        _tell(f"{budget}={amount:,} is no less than the {present:,} that the model has: nothing is cut")
+        _tell(f"{budget}={amount:,} is not below the {present:,} that the model has: nothing is cut")
     elif by_default and report.parameters_after > report.parameters_dense and any(y.changed for y in report.layers):
         _tell(
             f"the truncated model has {report.parameters_after:,} parameters, more than the "
@@ -198,8 +201,8 @@ def _warn(
         )
     samples = sum(batch_size(inputs) for inputs, _ in job.batches)
     if job.refit in FITTED_TO_DATA and samples < FEW_SAMPLES:
-        _tell(f"data: {samples} samples are few to fit to; a few hundred make a difference")
+        _tell(f"data: {samples} samples are too few for a good fit; give a few hundred")
 
 
 def _tell(message: str) -> None:
-    warnings.warn(message, stacklevel=6)  # past truncate and its decorators
+    warnings.warn(message, stacklevel=6)  # the caller of truncate, outside of its decorators

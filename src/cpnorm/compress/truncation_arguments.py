@@ -22,7 +22,7 @@ FITTED_TO_DATA = ("outputs", "calibrated")
 
 
 def as_optimizers(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
-    """Return none, one or several optimizers as a list."""
+    """Return one optimizer, several or None as a list."""
     several = isinstance(optimizer, Iterable) and not isinstance(optimizer, torch.optim.Optimizer)
     optimizers = list(cast(Iterable[torch.optim.Optimizer], optimizer)) if several else [optimizer]
     for one in optimizers:
@@ -59,12 +59,12 @@ def check_arguments(
     needs_data = {f"refit={refit!r}": refit in FITTED_TO_DATA} | needs_targets
     for purpose, needed in needs_data.items():
         if needed and not batches:
-            raise ValueError(f"expected data, a few batches of (inputs, targets), for {purpose}")
+            raise ValueError(f"data: expected a few batches of (inputs, targets) for {purpose}, got none")
     for purpose, needed in needs_targets.items():
         if needed and any(targets is None for _, targets in batches):
             raise ValueError(f"data: expected batches of (inputs, targets) for {purpose}, got inputs without targets")
     if budget == "flops" and not has_example_input:
-        raise ValueError("expected an example_input for a budget of FLOPs")
+        raise ValueError("example_input: expected one for a budget of FLOPs, got None")
     if budget != "ranks" and not is_number(amount):
         raise ValueError(f"expected a number as {budget}, got {amount!r}")
     if budget == "rate" and not 0 <= amount < 1:
@@ -72,11 +72,11 @@ def check_arguments(
     if budget == "energy" and not 0 < amount <= 1:
         raise ValueError(f"expected 0 < energy <= 1, got {amount}")
     if budget == "loss" and not amount >= 0:
-        raise ValueError(f"expected an allowed increase of the loss >= 0, got {amount}")
+        raise ValueError(f"loss: expected an allowed increase >= 0, got {amount}")
 
 
 def absolute_budget(budget: str, amount: Any, model: nn.Module, work: Mapping[int, Work]) -> Any:
-    """Return a budget of parameters or FLOPs as a number, also where it was given as a share of the dense model."""
+    """Return a budget of parameters or FLOPs as a number, if it was given as a share of the dense model."""
     if budget not in ("params", "flops") or not isinstance(amount, float) or not 0 < amount <= 1:
         return amount
     if budget == "flops":
@@ -87,12 +87,12 @@ def absolute_budget(budget: str, amount: Any, model: nn.Module, work: Mapping[in
 
 
 def layers_to_truncate(model: nn.Module, skip: Skip) -> dict[str, CPLayer]:
-    """Return the canonical layers but those to skip; layers that share their terms are skipped together."""
+    """Return the canonical layers without the skipped ones; layers that share their terms are skipped together."""
     check_not_sharded(model)
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise ValueError(
-            "expected the DistributedDataParallel itself, got a model that has one inside: its processes would train "
-            "different weights from then on"
+            "model: expected the DistributedDataParallel itself, got a model that contains one, whose processes would "
+            "be truncated differently"
         )
     left_alone = {tie_key(model.get_submodule(name)) for name in skipped(model, skip)}
     layers = {name: layer for name, layer in canonical_layers(model).items() if tie_key(layer) not in left_alone}
@@ -100,7 +100,7 @@ def layers_to_truncate(model: nn.Module, skip: Skip) -> dict[str, CPLayer]:
         raise ValueError(f"{type(model).__name__} has no canonical layer to truncate")
     for name, layer in layers.items():
         if layer.lambdas.is_meta:
-            raise ValueError(f"expected a model with values, got {name or 'the layer'} on the meta device")
+            raise ValueError(f"model: expected values in memory, got {name or 'the layer'} on the meta device")
     expect_finite({name: layer.canonical_parameters() for name, layer in layers.items()})
     return layers
 

@@ -1,4 +1,4 @@
-"""What truncation measures on a model, and how it fits the terms that stay."""
+"""Measure what each term of a model is worth, and fit the terms that are kept."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class TruncationJob:
-    """A model with its data, and what is asked of them."""
+    """A model to be truncated, its data, and the options of the truncation."""
 
     model: nn.Module
     layers: Mapping[str, CPLayer]
@@ -41,29 +41,29 @@ class TruncationJob:
 
     @cached_property
     def calibrations(self) -> tuple[dict[str, Calibration], int]:
-        """Return what the data say about each layer, and the bytes that feature maps take."""
+        """The calibration of each layer that the data reach, and the bytes that feature maps take."""
         if self.refit != "calibrated":
             return {}, 0
         found = calibrate(self.model, self.layers, self.inputs)
-        expect_finite({name: [each.problem.inputs] for name, each in found[0].items()}, "what it is fed")
+        expect_finite({name: [each.problem.inputs] for name, each in found[0].items()}, "the inputs")
         return found
 
     @cached_property
     def eliminations(self) -> dict[str, Elimination]:
-        """Return the order in which the terms of each layer should go; of calibrated layers it is not asked."""
+        """The order in which to drop the terms of each layer that is not calibrated."""
         layers = {name: layer for name, layer in self.layers.items() if name not in self.calibrations[0]}
         if self.criterion == "taylor" and layers:
             scores = taylor_scores(self.model, layers, self.batches, self.loss_function)
-            expect_finite({name: [score] for name, score in scores.items()}, "its gradient on the data")
+            expect_finite({name: [score] for name, score in scores.items()}, "the gradient on the data")
             return {name: budgets.by_score(score) for name, score in scores.items()}
         moments = term_moments(self.model, self.inputs) if layers else {}
         if self.batches and not moments and not self.calibrations[0]:
-            raise ValueError("expected data that reach a canonical layer, got some that reach none")
-        expect_finite({name: [moments.get(tie_key(y), y.lambdas)] for name, y in layers.items()}, "what it is fed")
+            raise ValueError("data: expected inputs that reach a canonical layer, got some that reach none")
+        expect_finite({name: [moments.get(tie_key(y), y.lambdas)] for name, y in layers.items()}, "the inputs")
         return {name: _eliminate(y, self.criterion, moments.get(tie_key(y))) for name, y in layers.items()}
 
     def loss_of(self, name: str) -> Callable[[int], float]:
-        """Return what cutting a layer to so many terms is expected to lose."""
+        """Return the expected loss of a layer as a function of the number of terms it keeps."""
         calibration = self.calibrations[0].get(name)
         if calibration is not None:
             return calibration.expected_loss
@@ -73,13 +73,13 @@ class TruncationJob:
         return lambda kept: cast(float, loss[rank - kept])
 
     def order(self, name: str) -> Tensor:
-        """Return the order in which the terms that a layer has should go."""
+        """Return the order in which to drop the terms of a layer."""
         if name in self.eliminations:
             return self.eliminations[name].order
         return budgets.by_gram(self.layers[name].cp.to(torch.float64).gram()).order
 
     def alone(self, ranks: Mapping[str, int], *, steps: int = 0) -> dict[str, Fitted]:
-        """Return each layer by itself at its new rank."""
+        """Return each layer at its new rank, fitted independently of the others."""
         found = {}
         for done, (name, rank) in enumerate(ranks.items()):
             layer, calibration = self.layers[name], self.calibrations[0].get(name)
@@ -92,7 +92,7 @@ class TruncationJob:
         return found
 
     def refitted(self, ranks: Mapping[str, int], dense: Iterable[str] = ()) -> Refitted:
-        """Return all layers at their new ranks, fitted one after the other where the data allow it."""
+        """Return all layers at their new ranks, fitted one after the other if there are data."""
         by_themselves = {name: rank for name, rank in ranks.items() if name not in self.calibrations[0]}
         forms = self.alone(by_themselves)
         sequential = self.refit in FITTED_TO_DATA or any(map(has_statistics, self.model.modules()))
@@ -114,16 +114,16 @@ class TruncationJob:
         return Refitted(forms)
 
     def quickly(self, ranks: Mapping[str, int]) -> Refitted:
-        """Return about what ``refitted`` does, for comparisons of many ranks: calibrated layers one by one, roughly."""
+        """Return a quick approximation of ``refitted``, for comparisons of many ranks."""
         return Refitted(self.alone(ranks)) if self.refit == "calibrated" else self.refitted(ranks)
 
     def loss(self, refitted: Refitted) -> float:
-        """Return the loss of the model in this form."""
+        """Return the loss of the model with these layers."""
         return mean_loss(self.model, self.batches, self.loss_function, refitted.instead(self.layers))
 
 
 def _eliminate(layer: CPLayer, criterion: str, moments: Tensor | None) -> Elimination:
-    """Order terms by what each does to the weight or, with moments, to the outputs, as a share of what all do."""
+    """Order terms by their share of the weight or, with moments, of the outputs."""
     tiny = torch.finfo(torch.float64).tiny
     if criterion == "lambda" and moments is None:
         alive = torch.stack([scaled_columns(factor)[2] != 0 for factor in layer.factors]).all(0)

@@ -27,7 +27,7 @@ def scalars(model: nn.Module) -> dict[str, float]:
 
 
 def whole_or_replicas(model: nn.Module, wrapped: Any, processes: int) -> nn.Module:
-    """Return what a callback truncates: the model, or in several processes the DistributedDataParallel around it."""
+    """Return what a callback truncates: the model, or with several processes the DistributedDataParallel around it."""
     if processes == 1:
         return model
     if isinstance(wrapped, nn.parallel.DistributedDataParallel):

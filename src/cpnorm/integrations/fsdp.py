@@ -54,17 +54,17 @@ def truncate(
 ) -> tuple[Module, torch.optim.Optimizer, Report]:
     """Truncate a sharded model, and return the truncated one, sharded again, with its optimizer and the report.
 
-    FSDP cannot change the shapes of parameters that it has sharded. The parameters and the state of the optimizer are
-    gathered into a whole model, which all processes truncate alike, on their data together, and which is then sharded.
-    Every process must call this, and needs the memory for a whole model while it runs. Options of ``fully_shard`` other
-    than ``mesh``, hooks and schedulers of the old optimizer are not carried over.
+    FSDP cannot change the shapes of parameters that it has sharded. Parameters and optimizer state are therefore
+    gathered into a whole model, which is truncated in the same way in all processes, on the data of all, and then
+    sharded. Every process must call this function, and needs memory for a whole model while it runs. Options of
+    ``fully_shard`` other than ``mesh``, and hooks and schedulers of the old optimizer, are not carried over.
 
     Args:
-        sharded: a model made by ``shard``; it is not to be used afterwards.
+        sharded: a model made by ``shard``; do not use it afterwards.
         whole: a canonical model of the same architecture that is not sharded, of any rank and with any values.
         mesh: the devices to shard over.
-        optimizer: that of the sharded model.
-        arguments: those of ``cpnorm.truncate``.
+        optimizer: the optimizer of the sharded model.
+        arguments: arguments of ``cpnorm.truncate``.
     """
     values = {name: _gather(tensor) for name, tensor in sharded.state_dict().items()}
     take_terms(whole, values)

@@ -1,4 +1,4 @@
-"""transformers: a callback for the Trainer, and linear layers in the place of GPT-2's Conv1D."""
+"""transformers: a callback for the Trainer, and a function that replaces GPT-2's Conv1D by linear layers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Any
 
 from torch import nn
 from transformers import Trainer, TrainerCallback
-from transformers.pytorch_utils import Conv1D
 
 from cpnorm import GradualTruncation, NetworkWeights
 from cpnorm.integrations import scalars, take_ranks, whole_or_replicas
+from cpnorm.nn.coverage import linears_for_conv1d
+
+__all__ = ["CanonicalCallback", "linears_for_conv1d"]
 
 
 class CanonicalCallback(TrainerCallback):
@@ -17,7 +19,7 @@ class CanonicalCallback(TrainerCallback):
 
     The callback renormalises after every optimizer step and logs sigma and lambda after every epoch. With ``steps`` and
     a budget (``params=200_000``, ``rate=0.75``, ...) it also takes one step of ``GradualTruncation`` after every epoch.
-    Under DDP all processes truncate alike, on the data of all.
+    Under DDP all processes truncate in the same way, on the data of all processes.
     """
 
     def __init__(self, trainer: Trainer, *, steps: int | None = None, **budget: Any) -> None:
@@ -44,14 +46,3 @@ class CanonicalCallback(TrainerCallback):
         if self.gradual is not None:
             self.gradual.step()
         self.trainer.log(scalars(model))
-
-
-def linears_for_conv1d(model: nn.Module) -> nn.Module:
-    """Replace every Conv1D of a GPT-2 by an ``nn.Linear`` that computes the same, and return the model."""
-    for name, conv in list(model.named_modules()):
-        if isinstance(conv, Conv1D):
-            linear = nn.Linear(conv.nx, conv.nf, device="meta")
-            weight = conv.weight.detach().mT.contiguous()
-            linear.weight, linear.bias = nn.Parameter(weight, conv.weight.requires_grad), conv.bias
-            model.set_submodule(name, linear)
-    return model

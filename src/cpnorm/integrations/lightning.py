@@ -16,7 +16,7 @@ class CanonicalCallback(Callback):
     """Train a LightningModule with canonical layers: ``Trainer(callbacks=[CanonicalCallback()])``.
 
     With ``steps=3, every=2`` and a budget of ``GradualTruncation`` it truncates after epochs 2, 4 and 6. Under DDP all
-    processes truncate alike, on the data of all.
+    processes truncate in the same way, on the data of all processes.
     """
 
     def __init__(self, *, steps: int | None = None, every: int = 1, **budget: Any) -> None:
@@ -41,7 +41,7 @@ class CanonicalCallback(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.gradual is not None and (trainer.current_epoch + 1) % self.every == 0:
             self.gradual.step()
-        # The numbers are the same in all processes: the mean over them is for Lightning, which warns without it.
+        # The numbers are equal in all processes; without sync_dist Lightning would warn.
         pl_module.log_dict(scalars(pl_module), sync_dist=trainer.world_size > 1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""Save a model to one file and load it: ranks and forms come from the file, and no code in it is ever run."""
+"""Save a model to one file and load it: ranks and forms come from the file, and no code is executed."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def save(model: nn.Module, path: PathLike, *, metadata: Mapping[str, Any] | None
     """Write the model's parameters and buffers to one safetensors file, completely or not at all.
 
     Canonical and factorised models load into the plain architecture again. Compiled and data-parallel modules are
-    stored as the modules inside them. A model with fused blocks is not for files: save the model it was made from.
+    stored as the modules inside them. A model with fused blocks cannot be saved: save the model it was made from.
 
     Args:
         model: any model.
-        path: of the file.
-        metadata: any JSON of the user's, for ``read_metadata``.
+        path: the path of the file.
+        metadata: a mapping that can be written as JSON, for ``read_metadata``.
 
     >>> import tempfile
     >>> from cpnorm import canonical_norm
@@ -79,7 +79,7 @@ def save(model: nn.Module, path: PathLike, *, metadata: Mapping[str, Any] | None
 
 
 def load(path: PathLike, model: Module) -> Module:
-    """Read a file into the model, in place, and return it: its layers become what the file says.
+    """Read a file into the model, in place, and return the model, whose layers take the forms in the file.
 
     A canonical layer in the file makes that layer of the model canonical, with the file's modes and rank; a chain of
     ``factorize`` makes it that chain; a plain one makes it plain. Dtypes and devices stay the model's. A file that does
@@ -110,14 +110,14 @@ def load(path: PathLike, model: Module) -> Module:
 
 
 def read_metadata(path: PathLike) -> dict[str, Any]:
-    """Return what was given to ``save`` as metadata; the tensors are not read."""
+    """Return the metadata that was given to ``save``, without reading the tensors."""
     with opened(Path(path)) as reader:
         return read_content(Path(path), reader).metadata
 
 
 @contextmanager
 def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
-    """Take compiled and data-parallel modules for the modules inside them, for a while."""
+    """Replace compiled and data-parallel modules by the modules inside them, inside the block."""
 
     def inside(module: nn.Module) -> nn.Module:
         while True:
@@ -155,7 +155,7 @@ def _stored_form(module: nn.Module) -> StoredForm:
 
 
 def _rewrite(content: Content, model: nn.Module) -> list[tuple[nn.Module, type[nn.Module], dict[str, Any]]]:
-    """Give layers the forms that the file has, without values; return what they were before."""
+    """Give layers the forms in the file, without values, and return what they were before."""
     made: dict[nn.Module, nn.Module] = {}
     for name, stored in content.forms.items():
         try:
@@ -165,7 +165,7 @@ def _rewrite(content: Content, model: nn.Module) -> list[tuple[nn.Module, type[n
         if module not in made and not ("cpnorm_form" in module.__dict__ and _stored_form(module) == stored):
             made[module] = _empty(content, name, module, stored)
     before = [(module, type(module), module.__dict__) for module in made]
-    for module, empty in made.items():  # the object stays, so that every reference to it is to the new form
+    for module, empty in made.items():  # the object stays, so that references to it stay valid
         module.__class__, module.__dict__ = type(empty), empty.train(module.training).__dict__
     return before
 
@@ -197,7 +197,7 @@ def _empty(content: Content, name: str, module: nn.Module, stored: StoredForm) -
 
 @torch.no_grad()
 def _take_values(content: Content, tensors: Mapping[str, Tensor], model: nn.Module, empty: list[nn.Module]) -> None:
-    """Copy the values into the model; rewritten layers get memory first, and share what is tied in the file."""
+    """Copy the values into the model; allocate rewritten layers first, and tie what is tied in the file."""
     device = next((p.device for p in (*model.parameters(), *model.buffers()) if not p.is_meta), torch.device("cpu"))
     for module in empty:
         module.to_empty(device=device)
@@ -217,14 +217,14 @@ def _take_values(content: Content, tensors: Mapping[str, Tensor], model: nn.Modu
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A tensor of the model once its layers are what the file says; tensors with the same home are tied in it."""
+    """A tensor that the model will have with the file's forms; tensors with the same ``home`` are tied."""
 
     shape: Shape
     home: tuple[int, str]
 
 
 def _with_ties_of(model: nn.Module, content: Content) -> Content:
-    """Add the other keys of tied tensors, of which safetensors' own ``save_model`` writes one."""
+    """Add the other keys of tied tensors, of which safetensors' ``save_model`` writes only one."""
     state = model.state_dict(keep_vars=True)
     there = {id(value): key for key, value in state.items() if key in content.shapes}
     left_out = {k: there[id(v)] for k, v in state.items() if k not in content.shapes and id(v) in there}
@@ -234,7 +234,7 @@ def _with_ties_of(model: nn.Module, content: Content) -> Content:
 
 
 def _wanted(content: Content, model: nn.Module) -> dict[str, _Wanted]:
-    changed: dict[str, dict[str, _Wanted]] = {}  # by a key of the model: what takes its place
+    changed: dict[str, dict[str, _Wanted]] = {}  # by a key of the model: its replacements
     leaders: dict[int, tuple[str, StoredLayer | None]] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
         kind, found = _kind(layer), content.layers.get(name)
@@ -258,7 +258,7 @@ def _wanted(content: Content, model: nn.Module) -> dict[str, _Wanted]:
         parts = key.split(".")
         rewritten = any(".".join(parts[:n]) in content.forms for n in range(len(parts)))
         if not isinstance(value, Tensor) or (value.is_meta and not rewritten):
-            raise ValueError(f"expected a model whose state has tensors with values only, got another thing for {key}")
+            raise ValueError(f"model: expected tensors with values only in its state, got something else for {key}")
         if key not in changed and id(value) in leaders:
             raise _untied(content, leaders[id(value)][0], key)
         wanted |= changed.get(key, {key: _Wanted(tuple(value.shape), (id(value), ""))})
@@ -315,7 +315,7 @@ def _same_weight(modes: Shape, layer: nn.Module) -> bool:
 
 
 def _take_form(content: Content, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Make every layer canonical or plain as in the file, tied where the model ties; nothing here can fail."""
+    """Make every layer canonical or plain as in the file, tied as in the model; this cannot fail."""
     leaders: dict[int, nn.Module] = {}
     held = list(model.parameters())  # tie keys are ids: no other parameter may get the id of one that is replaced
     for name, layer in list(model.named_modules()):

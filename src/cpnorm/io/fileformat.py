@@ -1,9 +1,9 @@
-"""Write and read the file format: safetensors with a JSON header, whole or not at all, and not trusted when read.
+"""Write and read files: safetensors with a JSON header, written completely or not at all, and checked when read.
 
 The tensors are those of a state dict, each stored once. The JSON, in the metadata of safetensors' own header under
 "cpnorm", holds the version of the format, kind, modes, rank and path of every canonical layer, the form of every layer
-that ``factorize`` rewrote, which keys are tied to which, the user's own metadata, and checksums. Other readers of
-safetensors can read these files, and plain safetensors files are read here.
+that ``factorize`` rewrote, which keys are tied to which, the user's metadata, and checksums. Other readers of
+safetensors can read these files, and plain safetensors files can be read here.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from cpnorm.nn.canonical import PATHS
 
 Shape = tuple[int, ...]
 
-VERSION = 2  # 1 had no rewritten layers, and files without them are still written as 1
-LARGEST_HEADER = 8 * 2**20  # some 80,000 tensors; reading a larger one costs memory before it is found to be wrong
+VERSION = 2  # version 1 has no rewritten layers; files without them are still written as version 1
+LARGEST_HEADER = 8 * 2**20  # about 80,000 tensors; a larger header would take memory before it could be checked
 TORCH_SAVE = (b"PK\x03\x04", b"\x80\x02")  # how files of torch.save begin: a zip archive, or a pickle before 1.6
 
 
@@ -50,7 +50,7 @@ class StoredLayer:
 
 @dataclass(frozen=True)
 class StoredForm:
-    """A layer that ``factorize`` rewrote: a chain of this form, a dense layer with a batch norm in it, or that norm."""
+    """A layer that ``factorize`` rewrote: a chain, a dense layer with a folded batch norm, or that norm."""
 
     form: str
     bias: bool = False
@@ -92,19 +92,19 @@ def write(
     channels_last: bool,
     metadata: Mapping[str, Any] | None,
 ) -> None:
-    """Write a draft beside the file, flush it to the disk, then rename it: there is never half a file at ``path``."""
+    """Write a draft in the same folder, flush it to the disk, then rename it, so that ``path`` is always complete."""
     tensors, tied = _stored_once(state)
     described = {
         name: {"kind": layer.kind, "modes": list(layer.modes), "rank": layer.rank, "path": layer.path}
         for name, layer in layers.items()
     }
-    said: dict[str, Any] = {"version": VERSION if forms else 1, "layers": described, "tied": tied}
-    said |= {"metadata": dict(metadata or {}), "checksum": checksum(tensors)}
+    header: dict[str, Any] = {"version": VERSION if forms else 1, "layers": described, "tied": tied}
+    header |= {"metadata": dict(metadata or {}), "checksum": checksum(tensors)}
     if forms:
-        said |= {"forms": {name: asdict(form) for name, form in forms.items()}, "channels_last": channels_last}
+        header |= {"forms": {name: asdict(form) for name, form in forms.items()}, "channels_last": channels_last}
     try:
-        said["header_checksum"] = _header_checksum(said, {key: tuple(t.shape) for key, t in tensors.items()})
-        text = json.dumps(said, allow_nan=False)
+        header["header_checksum"] = _header_checksum(header, {key: tuple(t.shape) for key, t in tensors.items()})
+        text = json.dumps(header, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"expected metadata that can be written as JSON: {error}") from error
 
@@ -126,7 +126,7 @@ def write(
     if os.name == "posix":
         folder = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)  # for the new name
+            os.fsync(folder)  # so that the new name is on the disk
         finally:
             os.close(folder)
 
@@ -147,7 +147,7 @@ def _stored_once(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
             continue
         owners[where] = key
         storage = (value.device, value.untyped_storage().data_ptr())
-        overlaps = storage in storages  # another part of the same memory, which safetensors refuses
+        overlaps = storage in storages  # safetensors refuses tensors that share memory
         storages.add(storage)
         stored[key] = value.clone(memory_format=torch.contiguous_format) if overlaps else value.contiguous()
     return stored, tied
@@ -162,9 +162,9 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     return f"{total:08x}"
 
 
-def _header_checksum(said: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str:
+def _header_checksum(header: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str:
     """Return a CRC of the JSON without the CRC itself, and of the names and shapes of the tensors."""
-    rest = {key: value for key, value in said.items() if key != "header_checksum"}
+    rest = {key: value for key, value in header.items() if key != "header_checksum"}
     total = zlib.crc32(json.dumps([rest, shapes], sort_keys=True, allow_nan=False).encode())
     return f"{total:08x}"
 
@@ -174,7 +174,7 @@ def _header_checksum(said: Mapping[str, Any], shapes: Mapping[str, Shape]) -> st
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; every complaint about it is a ValueError."""
+    """Open a safetensors file; raise a ValueError if it is not one or is damaged."""
     with open(path, "rb") as file:
         start = file.read(8)
     if (size := int.from_bytes(start, "little")) > LARGEST_HEADER:
@@ -192,7 +192,7 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def read_content(path: Path, reader: Any) -> Content:
-    """Return what the header says, checked against the tensors."""
+    """Return the contents of the header, checked against the shapes of the tensors."""
     shapes = {key: tuple(reader.get_slice(key).get_shape()) for key in reader.keys()}  # noqa: SIM118 - no mapping
     metadata = reader.metadata() or {}
     text = metadata.get("cpnorm")
@@ -201,51 +201,55 @@ def read_content(path: Path, reader: Any) -> Content:
     if text is None:
         return Content(path, shapes, layers=_canonical_in(shapes))
 
-    def insist(true: object, what: str) -> None:
+    def require(true: object, what: str) -> None:
         if not true:
             raise ValueError(what)
 
     try:
-        said = json.loads(text, parse_constant=lambda constant: insist(False, f"{constant} is not JSON"))
-        insist(isinstance(said, dict) and type(said.get("version")) is int, "it has no version")
-        insist(said["version"] <= VERSION, f"format {said['version']} is newer than this cpnorm, which knows {VERSION}")
+        header = json.loads(text, parse_constant=lambda constant: require(False, f"{constant} is not JSON"))
+        require(isinstance(header, dict) and type(header.get("version")) is int, "it has no version")
+        require(
+            header["version"] <= VERSION, f"format {header['version']} is newer than {VERSION}, which this cpnorm knows"
+        )
         for name in ("tied", "layers", "metadata"):
-            insist(isinstance(said.get(name), dict), f"it has no {name}")
-        if "header_checksum" in said:  # not in files of cpnorm 0.1
-            insist(said["header_checksum"] == _header_checksum(said, shapes), "it is damaged: its checksum differs")
-        for key, source in said["tied"].items():
+            require(isinstance(header.get(name), dict), f"it has no {name}")
+        if "header_checksum" in header:  # not in files of cpnorm 0.1
+            require(
+                header["header_checksum"] == _header_checksum(header, shapes), "its checksum differs: it is damaged"
+            )
+        for key, source in header["tied"].items():
             known = isinstance(source, str) and source in shapes and key not in shapes
-            insist(known, f"{key} is tied to a key that does not exist")
-        shapes |= {key: shapes[source] for key, source in said["tied"].items()}
+            require(known, f"{key} is tied to a key that does not exist")
+        shapes |= {key: shapes[source] for key, source in header["tied"].items()}
         layers = _canonical_in(shapes)
-        for name, entry in said["layers"].items():
-            insist(name in layers, f"{name} is not in the file")
-            insist(isinstance(entry, dict) and entry.get("path") in PATHS, f"{name} has no path")
-            insist(isinstance(entry.get("kind"), str), f"{name} has no kind")
+        for name, entry in header["layers"].items():
+            require(name in layers, f"{name} is not in the file")
+            require(isinstance(entry, dict) and entry.get("path") in PATHS, f"{name} has no path")
+            require(isinstance(entry.get("kind"), str), f"{name} has no kind")
             has = list(layers[name].modes), layers[name].rank
-            insist((entry.get("modes"), entry.get("rank")) == has, f"modes and rank of {name} are really {has}")
+            require((entry.get("modes"), entry.get("rank")) == has, f"modes and rank of {name} are really {has}")
             layers[name] = replace(layers[name], kind=entry["kind"], path=entry["path"])
-        forms = {name: _form_in(name, entry, insist) for name, entry in said.get("forms", {}).items()}
-        check = said.get("checksum")
-        insist(check is None or isinstance(check, str), "its checksum is no text")
+        forms = {name: _form_in(name, entry, require) for name, entry in header.get("forms", {}).items()}
+        check = header.get("checksum")
+        require(check is None or isinstance(check, str), "its checksum is not a string")
     except (ValueError, RecursionError, AttributeError) as error:
         raise ValueError(f"the header of {path} cannot be trusted: {error}") from error
-    last = said.get("channels_last") is True
-    return Content(path, shapes, said["tied"], layers, said["metadata"], forms, last, check)
+    last = header.get("channels_last") is True
+    return Content(path, shapes, header["tied"], layers, header["metadata"], forms, last, check)
 
 
-def _form_in(name: str, entry: Any, insist: Callable[[object, str], None]) -> StoredForm:
-    """Return the form of a rewritten layer, if the header has all of it."""
-    insist(isinstance(entry, dict) and isinstance(entry.get("form"), str), f"{name} has no form")
-    insist(type(entry.get("bias")) is bool and type(entry.get("rank")) is int, f"{name} has no bias or rank")
+def _form_in(name: str, entry: Any, require: Callable[[object, str], None]) -> StoredForm:
+    """Return the form of a rewritten layer; raise if the header lacks a part of it."""
+    require(isinstance(entry, dict) and isinstance(entry.get("form"), str), f"{name} has no form")
+    require(type(entry.get("bias")) is bool and type(entry.get("rank")) is int, f"{name} has no bias or rank")
     modes = entry.get("modes")
-    insist(isinstance(modes, list) and all(type(n) is int and 0 < n < 2**31 for n in modes), f"{name} has no modes")
-    insist(0 < entry["rank"] < 2**31, f"the rank of {name} is {entry['rank']}")
+    require(isinstance(modes, list) and all(type(n) is int and 0 < n < 2**31 for n in modes), f"{name} has no modes")
+    require(0 < entry["rank"] < 2**31, f"the rank of {name} is {entry['rank']}")
     return StoredForm(entry["form"], entry["bias"], entry["rank"], tuple(modes))
 
 
 def _canonical_in(shapes: Mapping[str, Shape]) -> dict[str, StoredLayer]:
-    """Return the canonical layers, known by the names and shapes of their tensors."""
+    """Return the canonical layers, recognised by the names and shapes of their tensors."""
     layers = {}
     for key, shape in shapes.items():
         name, _, last = key.rpartition(".")

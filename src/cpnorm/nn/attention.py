@@ -1,7 +1,7 @@
 """Rewrite nn.MultiheadAttention with one linear layer for each projection, so that these can be converted.
 
-The result is a ``torch.fx.GraphModule``: plain torch, whatever becomes of its linear layers. A graph has no branches,
-and is traced anew when it is unpickled, so that it is made for one way of calling the layer, and raises on others.
+The result is a ``torch.fx.GraphModule``, which needs no cpnorm. A graph has no branches, and is traced again when it is
+unpickled, so that it is made for one way of calling the layer, and raises on others.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _graph(attention: nn.MultiheadAttention, usage: Usage, about: tuple[str, ...
         return graph.call_method(name, args)
 
     def expect(what: str, value: Node, expected: Any) -> None:  # == and not `is`, which tracing would answer
-        message = f"expected {what}={expected}, as in the call this layer was made for: make it anew"
+        message = f"expected {what}={expected}, as in the example input of its conversion: convert the model again"
         call(torch._assert, call(operator.eq, value, expected), message)
 
     x = {name: graph.placeholder(name) for name in PROJECTIONS}
@@ -182,7 +182,7 @@ def _graph(attention: nn.MultiheadAttention, usage: Usage, about: tuple[str, ...
     )
 
     def added(name: str, mask: Node, dtype: torch.dtype) -> Node:
-        """To the scores: a mask of bools is minus infinity where it says True."""
+        """Return a mask as a term of the scores: minus infinity where a boolean mask is True."""
         expect(f"{name}.dtype", call(getattr, mask, "dtype"), dtype)
         if dtype == torch.bool:
             return method("masked_fill", method("new_zeros", q, ()), mask, -math.inf)
@@ -202,16 +202,16 @@ def _graph(attention: nn.MultiheadAttention, usage: Usage, about: tuple[str, ...
         masks.append(method("unsqueeze", method("unsqueeze", padding, -2), -2))
     total = masks[0] if len(masks) == 1 else call(operator.add, *masks) if masks else None
 
-    told: Any = None
+    returned_weights: Any = None
     if usage.need_weights:
         scaled = call(operator.mul, q, (attention.embed_dim // heads) ** -0.5)
         scores = call(torch.matmul, scaled, call(getattr, k, "mT"))
         scores = scores if total is None else call(operator.add, scores, total)
         shares = graph.call_module("dropout", (call(F.softmax, scores, dim=-1),))
         y = call(torch.matmul, shares, v)
-        told = method("mean", shares, -3) if usage.average_attn_weights else shares
+        returned_weights = method("mean", shares, -3) if usage.average_attn_weights else shares
     else:
         y = call(F.scaled_dot_product_attention, q, k, v, attn_mask=total)
     y = method("flatten", method("movedim", y, -2, sequence), -2)
-    graph.output((graph.call_module("out", (y,)), told))
+    graph.output((graph.call_module("out", (y,)), returned_weights))
     return graph

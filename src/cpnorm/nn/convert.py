@@ -1,4 +1,4 @@
-"""Whole models into canonical form and back: canonical_norm and fold."""
+"""Convert models to canonical form and back: canonical_norm and fold."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ def canonical_norm(
 
     W = sigma * sum_r lambda_r * a_r/|a_r| o b_r/|b_r| o ...   (the paper's equation 5)
 
-    The layers change in place (their class becomes CPLinear, CPConv2d, ...), so hooks and references stay, and the
-    model is returned. Subclasses that compute in a way of their own, or have methods or attributes of their own, are
-    left alone. A layer whose weight is shared with an embedding, or that carries a parametrization, stays dense with a
-    warning. On an error no layer is converted.
+    The layers change in place: their class becomes CPLinear, CPConv2d, ..., so that hooks and references stay valid.
+    The model is returned. Subclasses with another forward, or with methods or attributes of their own, are left alone.
+    A layer whose weight is shared with an embedding, or that has a parametrization, stays dense with a warning. On an
+    error no layer is converted.
 
     Args:
         model: a layer or a model.
-        rank: number of terms; a fraction of the exact rank; "exact"; or a mapping from layer names to these, where
-            layers not named get "exact". A number given for a whole model is capped at each layer's exact rank;
-            for one layer, or in a mapping, it may be higher.
+        rank: the number of terms; a fraction of the exact rank; "exact"; or a mapping from layer names to these, in
+            which layers that are not named get "exact". A number for a whole model is limited to each layer's exact
+            rank; for a single layer, or in a mapping, it may be higher.
         init: "exact" (slice SVD: fast and lossless), "power" (the paper's greedy power method), "als", or
-            "kaiming_normal" / "kaiming_uniform" (random vectors, at the old weight's norm).
-        lambdas: "decomposition" (what the init found), "ones" or "normal" (drawn from N(0, 1)), both with sigma = 1.
+            "kaiming_normal" / "kaiming_uniform" (random vectors, with the norm of the old weight).
+        lambdas: "decomposition" (those of the init), or "ones" or "normal" (drawn from N(0, 1)) with sigma = 1.
         skip: layers to leave dense: names, patterns such as "features.*", or types.
-        modes: finer shapes for linear weights: {"classifier.1": (1024, 256, 4, 4)} for one that follows a flatten.
-        generator: source of all randomness.
-        progress: called with (layer name, layers done, layers in all).
+        modes: finer shapes for weights of linear layers, such as {"classifier.1": (1024, 256, 4, 4)} after a flatten.
+        generator: the source of all random numbers.
+        progress: called with (layer name, layers done, layers in total).
 
     >>> model = canonical_norm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(32, 4)))
     >>> model[0].rank, isinstance(model[0], nn.Conv2d)
@@ -72,7 +72,7 @@ def canonical_norm(
     for option, named in (("rank", rank), ("modes", modes)):
         for name in named if isinstance(named, Mapping) else ():
             if name in reasons:
-                raise ValueError(f"{option}: layer {name!r} stays dense, because {reasons[name]}")
+                raise ValueError(f"{option}: layer {name!r} stays dense: {reasons[name]}")
     rank = spread_over_tied("rank", rank, layers, "convert") if isinstance(rank, Mapping) else rank
     modes = spread_over_tied("modes", modes or {}, layers, "convert")
     if not layers:
@@ -80,7 +80,7 @@ def canonical_norm(
         raise ValueError(f"{type(model).__name__} has no linear or convolutional layer to convert{why}")
     if reasons:
         which = "; ".join(f"{name} ({reason})" for name, reason in reasons.items())
-        warnings.warn(f"canonical_norm leaves layers dense; name them in skip= to say so: {which}", stacklevel=2)
+        warnings.warn(f"canonical_norm leaves layers dense; list them in skip= to hide this: {which}", stacklevel=2)
 
     forms: dict[int, CPTensor] = {}  # by the id of the weight: tied layers share one
     for done, (name, layer) in enumerate(layers.items()):
@@ -107,7 +107,7 @@ def canonical_norm(
 
 
 def canonical_layers(model: nn.Module) -> dict[str, CPLayer]:
-    """Return the canonical layers of a model by name, in order; of tied layers the first."""
+    """Return the canonical layers of a model by name, in order; of tied layers only the first."""
     check_model(model)
     found: dict[str, CPLayer] = {}
     seen: set[int] = set()
@@ -134,18 +134,18 @@ def including_tied(model: nn.Module, layers: Mapping[str, CPLayer]) -> dict[str,
 
 @torch.inference_mode(False)
 def fold(model: Module) -> Module:
-    """Turn canonical layers back into plain dense ones, in place, and return the model; it computes the same."""
+    """Turn canonical layers back into plain dense ones that compute the same, in place, and return the model."""
     check_not_sharded(model, "fold")
-    canonical_layers(model)  # which raises for pruned or parametrized ones
+    canonical_layers(model)  # raises for pruned or parametrized layers
     layers = [module for module in model.modules() if isinstance(module, CPLayer)]
     for name, module in model.named_modules():
         if isinstance(module, CPLayer):
             if "bias" not in module._parameters:
-                raise ValueError(f"expected a plain bias, got a pruned or parametrized one in {_title(name)}")
+                raise ValueError(f"{_title(name)} has a pruned or parametrized bias; remove the pruning first")
             if "forward" in module.__dict__:
-                raise ValueError(f"expected the layer's own forward, got another in {_title(name)}: remove it first")
+                raise ValueError(f"{_title(name)} has a patched forward, which fold would lose; remove it first")
     tied: dict[int, nn.Parameter] = {}
-    for module in layers:  # everything that takes memory first: if there is too little, the model stays as it was
+    for module in layers:  # allocates all memory first, so that the model does not change if there is too little
         if (key := tie_key(module)) not in tied:
             kind = module.lambdas.device.type
             with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
@@ -162,11 +162,11 @@ def fold(model: Module) -> Module:
         plain.__class__ = folds_to
         bias = plain._parameters.pop("bias", None)
         plain.weight = tied[key]
-        plain.register_parameter("bias", bias)  # after the weight again, as in a layer never converted
+        plain.register_parameter("bias", bias)  # after the weight, as in a layer that was never converted
     return model
 
 
-# --- what canonical_norm checks before it changes anything --------------------------------------------------------
+# --- checks of canonical_norm, before it changes anything ---------------------------------------------------------
 
 
 def convertible_layers(model: nn.Module, skip: Skip = ()) -> dict[str, nn.Module]:
@@ -177,8 +177,7 @@ def convertible_layers(model: nn.Module, skip: Skip = ()) -> dict[str, nn.Module
 def examine_layers(model: nn.Module, skip: Skip = ()) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Return the layers that ``canonical_norm`` would convert, and why it would leave others dense, both by name.
 
-    Raise a ValueError for what is an error whatever the rest of the model: canonical or lazy layers, and weights
-    without finite values.
+    Raise a ValueError for canonical or lazy layers, and for weights without finite values.
     """
     left_alone = skipped(model, skip)
     layers: dict[str, nn.Module] = {}
@@ -187,15 +186,15 @@ def examine_layers(model: nn.Module, skip: Skip = ()) -> tuple[dict[str, nn.Modu
         if name in left_alone:
             continue
         if isinstance(module, CPLayer):
-            raise ValueError(f"expected plain layers, but {_title(name, module)} is canonical already")
+            raise ValueError(f"expected plain layers, got {_title(name, module)}, which is canonical already")
         if any(is_unmodified(module, kind.plain) for kind in CANONICAL_TYPES):
             if isinstance(module, LazyModuleMixin):
                 raise ValueError(f"expected a layer with known shapes, got lazy {_title(name)}: run the model once")
-            if reason := _own_reason(module):
+            if reason := own_reason(module):
                 reasons[name] = reason
             else:
                 layers[name] = module
-    reasons |= _tie_reasons(model, layers)
+    reasons |= tie_reasons(model, layers)
     layers = {name: layer for name, layer in layers.items() if name not in reasons}
     for name, layer in layers.items():
         _check_values(name, layer)
@@ -215,14 +214,14 @@ def skipped(model: nn.Module, skip: Skip) -> set[str]:
     for pattern in (s for s in skips if isinstance(s, str)):
         named = {name for name in modules if fnmatchcase(name, pattern)}
         if not named:
-            raise ValueError(f"skip names no module of {type(model).__name__}: {pattern!r}")
+            raise ValueError(f"skip: no module of {type(model).__name__} matches {pattern!r}")
         found |= named
     around = tuple(f"{name}." if name else "" for name in found)
     return {name for name in modules if name in found or name.startswith(around)}
 
 
 WAYS = ("forward", "__call__", "_conv_forward", "_output_padding", "__setattr__", "__getattr__", "__getattribute__")
-HARMLESS = ("extra_repr", "reset_parameters", "_is_protocol")  # in a subclass, beside special names
+HARMLESS = ("extra_repr", "reset_parameters", "_is_protocol")  # names that a subclass may add or override
 
 
 def is_unmodified(module: nn.Module, plain: type[nn.Module]) -> bool:
@@ -235,7 +234,7 @@ def is_unmodified(module: nn.Module, plain: type[nn.Module]) -> bool:
 
 
 def check_not_sharded(model: nn.Module, action: str = "this") -> None:
-    """Raise if parameters are FSDP-sharded: each process holds a part, from which no other form can be made."""
+    """Raise if parameters are FSDP-sharded, because each process holds only a part of them."""
     check_model(model)
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":
@@ -245,24 +244,24 @@ def check_not_sharded(model: nn.Module, action: str = "this") -> None:
             )
 
 
-def _own_reason(layer: nn.Module) -> str:
-    """Return why a layer cannot be converted, whatever the rest of the model; empty if it can."""
+def own_reason(layer: nn.Module) -> str:
+    """Return why a layer by itself cannot be converted; an empty string if it can."""
     if parametrize.is_parametrized(layer) or not {"weight", "bias"} <= layer._parameters.keys():
-        return "its weight or bias carries a parametrization or pruning"
+        return "its weight or bias has a parametrization or pruning: remove that first"
     weight = layer._parameters["weight"]
     if weight is None:
         return "it has no weight"
     if not weight.is_floating_point():
-        return f"its weight is {weight.dtype}, not floating-point"
+        return f"its weight is {weight.dtype}, not a real floating-point type: convert a model before quantising it"
     taken = RESERVED & (vars(layer).keys() | layer._parameters.keys() | layer._buffers.keys() | layer._modules.keys())
     if taken:
         names = ", ".join(repr(name) for name in sorted(taken))
-        return f"its own attribute {names} has a name that canonical layers use"
+        return f"its attribute {names} has a name that canonical layers use"
     return ""
 
 
-def _tie_reasons(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Return the layers whose weight is shared with something that stays dense: one side alone cannot be converted."""
+def tie_reasons(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return reasons for the layers whose weight is shared with a module that stays dense, by name."""
     holders: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
@@ -299,12 +298,12 @@ def spread_over_tied(
             close = get_close_matches(str(name), list(layers), n=1)
             near = f"; did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"{option}: no {_ADJECTIVES.get(purpose, purpose)} layer named {name!r}{near}")
-    said: dict[int, tuple[str, Value]] = {}
+    given: dict[int, tuple[str, Value]] = {}
     for name, value in named.items():
-        first, before = said.setdefault(tie_key(layers[name]), (name, value))
+        first, before = given.setdefault(tie_key(layers[name]), (name, value))
         if first != name and repr(_plain_value(before)) != repr(_plain_value(value)):  # 1 is one term, 1.0 all terms
-            raise ValueError(f"{first} and {name} share a weight, but {option} says {before} and {value}")
-    return {name: said[tie_key(layer)][1] for name, layer in layers.items() if tie_key(layer) in said}
+            raise ValueError(f"{option}: {first} and {name} share a weight, but got {before} and {value} for them")
+    return {name: given[tie_key(layer)][1] for name, layer in layers.items() if tie_key(layer) in given}
 
 
 def _plain_value(value: object) -> object:
@@ -334,7 +333,7 @@ def _resolve_rank(
         if asked != "exact":
             raise ValueError(f"expected a number or 'exact' as rank, got {asked!r} for {_title(name, layer)}")
         return exact
-    if isinstance(asked, float) or "float" in str(getattr(asked, "dtype", "")):  # Python's, numpy's or torch's
+    if isinstance(asked, float) or "float" in str(getattr(asked, "dtype", "")):  # a float of Python, numpy or torch
         if not (is_number(asked) and 0 < asked <= 1):
             raise ValueError(f"expected 0 < rank fraction <= 1, got {asked} for {_title(name, layer)}")
         return max(1, round(float(asked) * exact))

@@ -1,4 +1,4 @@
-"""Which weights of a model have a canonical form, and one sentence for each that has none."""
+"""Find the weights of a model that have no canonical form, each with a reason."""
 
 from __future__ import annotations
 
@@ -10,21 +10,30 @@ from torch.nn.utils import parametrize
 
 from cpnorm.nn.attention import unpack_attention
 from cpnorm.nn.canonical import CPLayer
-from cpnorm.nn.convert import Skip, is_unmodified, skipped
+from cpnorm.nn.convert import Skip, is_unmodified, own_reason, skipped, tie_reasons
 from cpnorm.nn.layers import CANONICAL_TYPES
 from cpnorm.nn.planner import LAYERS
 
 
 def unpack_layers(model: nn.Module, example_input: Any) -> nn.Module:
-    """Put plain linear layers in the place of layers that are linear under another name, and return the model.
+    """Replace layers that contain linear maps under other names by plain linear layers, and return the model.
 
     transformers' ``Conv1D`` becomes an ``nn.Linear``, and ``nn.MultiheadAttention`` a module with one for each of its
-    projections. The model computes the same, but for positions that a padding mask hides from nn.TransformerEncoder:
+    projections. The model computes the same, except at positions that a padding mask hides from nn.TransformerEncoder:
     its fast path fills them with zeros.
 
     Args:
         model: changed in place; copy it first to keep it.
         example_input: what the model is called with; the attention layers are rewritten for this way of calling them.
+    """
+    unpack_attention(linears_for_conv1d(model), example_input)
+    return model
+
+
+def linears_for_conv1d(model: nn.Module) -> nn.Module:
+    """Replace every ``Conv1D`` of transformers (GPT-2) by an equivalent ``nn.Linear``, and return the model.
+
+    Conv1D is a linear layer with a transposed weight; it is recognised by name, without importing transformers.
     """
     for name, layer in list(model.named_modules()):
         if _is_conv1d(layer) and name:
@@ -33,7 +42,6 @@ def unpack_layers(model: nn.Module, example_input: Any) -> nn.Module:
             linear.weight = nn.Parameter(conv.weight.detach().mT.contiguous(), conv.weight.requires_grad)
             linear.bias = conv.bias
             model.set_submodule(name, linear.train(layer.training))
-    unpack_attention(model, example_input)
     return model
 
 
@@ -45,7 +53,7 @@ def _is_conv1d(layer: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """One layer with matrices that is left as it is, and why."""
+    """A layer with matrices that stays dense, and the reason."""
 
     name: str
     parameters: int
@@ -65,60 +73,45 @@ def dense_layers(model: nn.Module) -> tuple[DenseLayer, ...]:
 
 
 def dense_reasons(model: nn.Module, skip: Skip = ()) -> dict[str, str]:
-    """Return why modules that hold matrices or tensors have no canonical form, by name; converted ones are left out.
+    """Return the reasons why modules with matrices or tensors have no canonical form, by name.
 
     >>> dense_reasons(nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4)))
-    {'1': 'a recurrent layer: torch hands its packed weights to one kernel'}
+    {'1': 'a recurrent layer: torch passes its packed weights to one kernel'}
     """
     left_alone = skipped(model, skip) if skip else set()
-    holders: dict[int, list[str]] = {}
-    modules = dict(model.named_modules())
-    for name, module in modules.items():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                holders.setdefault(id(parameter), []).append(name)
-    reasons = {}
-    for name, module in modules.items():
-        if isinstance(module, CPLayer) or name.endswith(".factors") or not _tensors(module):
-            continue
-        others = [other for p in _tensors(module).values() for other in holders[id(p)] if other != name]
-        if name in left_alone:
-            reasons[name] = "skip leaves it alone"
-        elif reason := _reason(module, [modules[other] for other in others], others):
-            reasons[name] = reason
-    return reasons
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if not isinstance(module, CPLayer) and not name.endswith(".factors") and _tensors(module)
+    }
+    plain = {n: m for n, m in modules.items() if any(is_unmodified(m, kind.plain) for kind in CANONICAL_TYPES)}
+    reasons = {name: own_reason(module) if name in plain else _reason(module) for name, module in modules.items()}
+    reasons |= tie_reasons(model, {name: module for name, module in plain.items() if not reasons[name]})
+    reasons |= {name: "it is listed in skip" for name in modules if name in left_alone}
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the module's own parameters that are matrices or tensors; those of a parametrization count as its own."""
+    """Return the parameters of the module itself, including parametrized ones, that have two or more dimensions."""
     own = dict(module._parameters)
     if parametrize.is_parametrized(module):
         own |= {f"{n}.original": p for n, each in cast(Any, module).parametrizations.items() for p in each.parameters()}
     return {name: p for name, p in own.items() if p is not None and p.ndim > 1}
 
 
-def _reason(module: nn.Module, tied: list[nn.Module], names: list[str]) -> str:
+def _reason(module: nn.Module) -> str:
     tensors = _tensors(module)
-    if any(is_unmodified(module, kind.plain) for kind in CANONICAL_TYPES):
-        if parametrize.is_parametrized(module) or not {"weight", "bias"} <= module._parameters.keys():
-            return "its weight carries a parametrization or pruning: remove that first"
-        if not cast(Tensor, module.weight).is_floating_point():
-            return f"its weight is {module.weight.dtype}: convert the model before it is quantised"
-        for other, name in zip(tied, names, strict=True):
-            if type(other) is not type(module):
-                return f"its weight is also that of {name}: cut on one side only it would no longer be one weight"
-        return ""
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return "a table that is looked up, not multiplied with"
+        return "a lookup table, which is not multiplied with"
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
-        return "a recurrent layer: torch hands its packed weights to one kernel"
+        return "a recurrent layer: torch passes its packed weights to one kernel"
     if isinstance(module, nn.MultiheadAttention):
-        return "a packed projection of nn.MultiheadAttention that is called in another way than one graph can take"
+        return "a packed projection of an nn.MultiheadAttention that could not be rewritten as linear layers"
     if isinstance(module, nn.Bilinear):
-        return "a bilinear layer: its weight meets two inputs at once"
+        return "a bilinear layer: its weight is multiplied with two inputs"
     if isinstance(module, LAYERS):
-        return f"{type(module).__name__} is a subclass with code of its own"
+        return f"{type(module).__name__} is a subclass with its own code"
     shapes = ", ".join(f"{name} {'×'.join(map(str, p.shape))}" for name, p in tensors.items())
     if any(p.ndim == 3 and len(p) > 1 for p in tensors.values()):
-        return f"{type(module).__name__} picks its weights by expert in code of its own ({shapes})"
-    return f"{type(module).__name__} computes with bare parameters in code of its own ({shapes})"
+        return f"{type(module).__name__} selects its weights by expert in its own code ({shapes})"
+    return f"{type(module).__name__} computes with bare parameters in its own code ({shapes})"

@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 def flatten_modes(model: nn.Module, example_input: Any) -> dict[str, Shape]:
-    """Return ``modes`` for ``canonical_norm``: those of every plain linear layer that is fed a flattened feature map.
+    """Return ``modes`` for ``canonical_norm``: of every plain linear layer whose input is a flattened feature map.
 
     A weight of 1024 x 4096 after a map of 256 x 4 x 4 is also one of 1024 x 256 x 4 x 4, in which a term costs 1,288
     numbers instead of 5,120. The model runs once in eval mode and stays unchanged. Activations, dropout and other

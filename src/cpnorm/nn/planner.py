@@ -1,4 +1,4 @@
-"""Choose how a layer meets its input: rebuild W and run the plain layer, or contract with the factors without W.
+"""Choose how a layer computes its output: rebuild W and run the plain layer, or contract with the factors without W.
 
 Choosing (`plan`) is separate from doing (`through_*`), and the choice can be printed.
 """
@@ -24,8 +24,8 @@ CONV = (F.conv1d, F.conv2d, F.conv3d)
 CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 # All four constants were fitted to sweeps of benchmarks/plan.py (CPU: seven, on two cores; GPU: one on an H200, without
-# the last constant); what its --fit finds varies somewhat between runs. FLOPs done in the time that moving one byte
-# between layers takes:
+# the last constant); the results of its --fit vary somewhat between runs. The first is the number of FLOPs in the time
+# in which one byte is moved between layers.
 FLOPS_PER_BYTE = {"cpu": 16.0, "cuda": 4.0}
 # A convolution through the factors is one more call into the library, which takes the time of this many FLOPs.
 FLOPS_PER_CALL = {"cpu": 5e7, "cuda": 3e9}
@@ -105,7 +105,7 @@ def through_conv_transpose(
 
 @dataclass(frozen=True)
 class Cost:
-    """Hold FLOPs and memory traffic of one pass over one batch, and their weighted sum in matrix-product FLOPs."""
+    """FLOPs and memory traffic of one pass over a batch, and their weighted sum in matrix-product FLOPs."""
 
     flops: int
     bytes: int
@@ -114,7 +114,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold the path chosen for a layer at an input size, and the cost of both paths."""
+    """The path chosen for a layer at an input size, and the cost of both paths."""
 
     path: Path
     rebuild: Cost
@@ -159,7 +159,7 @@ def plan(
         if len(input_shape) == len(layer.kernel_size) + 1:
             input_shape = (1, *input_shape)
         if len(input_shape) != len(layer.kernel_size) + 2:
-            raise ValueError(f"expected the shape of one image or of a batch of them, got {tuple(input_shape)}")
+            raise ValueError(f"input_shape: expected that of an image or a batch of images, got {tuple(input_shape)}")
         batch, space = input_shape[0], input_shape[2:]
         positions, positions_out = batch * math.prod(space), batch * math.prod(output_space(layer, space))
         inputs, outputs, groups, transposed = layer.in_channels, layer.out_channels, layer.groups, layer.transposed

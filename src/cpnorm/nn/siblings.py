@@ -1,8 +1,9 @@
 """Decompose linear layers with a common input together: query, key and value, or gate and up, as one weight.
 
-Stacked, they share their input vectors: a term costs one of these instead of one for each layer. ``stack_siblings``
-puts one linear layer in the place of several, each of which takes its rows of the outputs; when that layer has become
-two thin ones, ``split_siblings`` gives each its rows of the second one, and they share the first.
+As one stacked layer they share their input vectors, so that a term has one of these instead of one for each layer.
+``stack_siblings`` replaces several linear layers by one, of whose outputs each takes its rows. Once that layer has been
+factorised into two thin ones, ``split_siblings`` gives each of the old layers its rows of the second one; the first one
+stays shared.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from cpnorm.nn.running import evaluating, run
 
 
 def stack_siblings(model: nn.Module, example_input: Any, skip: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
-    """Stack linear layers of one module that are fed the same tensor, in place; return their names by the new one's.
+    """Stack linear layers of one module that get the same input tensor, in place; return their names by the new name.
 
     The model computes the same for any input. Layers with hooks, with a weight that others share, or that are called
     more than once are left alone.
@@ -39,7 +40,7 @@ def stack_siblings(model: nn.Module, example_input: Any, skip: Sequence[str] = (
 
 
 def split_siblings(model: nn.Module) -> None:
-    """Replace stacked layers and what they have become by plain layers of their own, in place; inputs stay shared."""
+    """Split stacked layers, factorised or not, into one plain layer for each old one, in place."""
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, nn.Sequential) and list(module._modules) == ["stacked", "rows"]:
             stacked, rows = module

@@ -49,13 +49,16 @@ class CanonicalTerms(nn.Module):
         )
         self.__dict__.update(layer.__dict__)
         check_options(init, "decomposition")
-        init = "kaiming_normal" if weight.is_meta else init  # without values there are only shapes to make
+        init = "kaiming_normal" if weight.is_meta else init  # without values only shapes can be made
         self.hold(initial_form(weight, terms, init))
 
     @torch.inference_mode(False)
     def hold(self, cp: CPTensor, folds_to: type[nn.Module] | None = None) -> None:
         """Keep the weight in this form from now on, in place of the plain layer's."""
-        self._parameters, self._modules = dict(self._parameters), dict(self._modules)  # a shallow copy has the old ones
+        self._parameters, self._modules = (
+            dict(self._parameters),
+            dict(self._modules),
+        )  # a shallow copy keeps the old dicts
         weight, bias = self._parameters.pop("weight"), self._parameters.get("bias")
         assert weight is not None
         self._form = Form(cp.shape, "auto", folds_to or self.plain)
@@ -64,7 +67,7 @@ class CanonicalTerms(nn.Module):
             for value in (cp.sigma, cp.lambdas, *cp.factors)
         )
         self.factors = nn.ParameterList(factors)
-        if bias is not None and bias.is_inference():  # of a layer built in inference mode: it is to be trained, too
+        if bias is not None and bias.is_inference():  # made in inference mode, and could not be trained
             self._parameters["bias"] = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
 
     @property
@@ -83,12 +86,12 @@ class CanonicalTerms(nn.Module):
         for parameter, value in zip(self.canonical_parameters(), (cp.sigma, cp.lambdas, *cp.factors), strict=True):
             new = value.detach().to(parameter).contiguous().clone()
             parameter.grad = None
-            # A graph that is still alive (that of the last step's loss, say) keeps the old shape for gradients to
-            # come; data of another dtype make autograd release it.
+            # An autograd graph that is still alive, for example that of the last loss, remembers the old shape for
+            # gradients; data of another dtype make autograd release it.
             other = torch.float32 if parameter.dtype == torch.float64 else torch.float64
             parameter.data = new.new_empty(0, dtype=other)
             parameter.data = new
-            torch.autograd.graph.increment_version(parameter)  # which tells tied layers that their weight is stale
+            torch.autograd.graph.increment_version(parameter)  # marks prebuilt weights of tied layers as stale
 
     def share_terms(self, other: CanonicalTerms) -> None:
         """Tie this layer to another: both have the same Parameters from now on."""
@@ -121,7 +124,7 @@ class CanonicalTerms(nn.Module):
         return (own["sigma"], own["lambdas"], *factors._parameters.values())
 
     def reset_parameters(self) -> None:
-        """Draw vectors, sigma and bias anew, as torch's layers do, whatever the present values are."""
+        """Draw vectors, sigma and bias again, as torch's layers do, independently of the present values."""
         shape = weight_shape(self)
         bound = 1 / math.sqrt(math.prod(shape[1:]))
         drawn = self.lambdas.new_empty(shape).uniform_(-bound, bound)
@@ -149,9 +152,9 @@ class CanonicalTerms(nn.Module):
     def _exact_form(self, weight: Any) -> CPTensor:
         """Return this dense weight in the layer's modes and rank, or raise if the rank is too low for it."""
         expected = weight_shape(self)
-        if isinstance(weight, Tensor) and type(weight) not in (Tensor, nn.Parameter):  # as torchao assigns
+        if isinstance(weight, Tensor) and type(weight) not in (Tensor, nn.Parameter):  # torchao assigns subclasses
             raise TypeError(
-                f"expected a plain tensor as weight, got a {type(weight).__name__}: canonical layers cannot be "
+                f"weight: expected a plain tensor, got a {type(weight).__name__}: canonical layers cannot be "
                 "quantised; call cpnorm.factorize or cpnorm.fold first"
             )
         if not isinstance(weight, Tensor) or tuple(weight.shape) != expected:
@@ -162,8 +165,8 @@ class CanonicalTerms(nn.Module):
         if (fit := cp.fit(dense)) < 1 - 100 * torch.finfo(dense.dtype).eps:
             raise ValueError(
                 f"the layer's {self.rank} terms cannot hold the dense weight of shape {expected} exactly (fit "
-                f"{fit:.4f}; {exact_rank(self.modes)} terms always can): put it into the plain layer, and call "
-                "canonical_norm with the rank and init wanted"
+                f"{fit:.4f}; {exact_rank(self.modes)} terms always can): assign it to the plain layer, and call "
+                "canonical_norm with a rank and an init"
             )
         return cp
 
@@ -177,7 +180,7 @@ class CanonicalTerms(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load as torch does, with a plain layer's ``weight`` decomposed on the way."""
+        """Load as torch does, and decompose the ``weight`` of a plain layer."""
         key = f"{prefix}weight"
         if key in state_dict and f"{prefix}lambdas" not in state_dict:
             try:

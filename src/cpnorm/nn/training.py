@@ -17,12 +17,13 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def equal_angles(model: nn.Module, lr: float, *, entries: int = 64) -> list[dict[str, Any]]:
-    """Parameter groups with which one step turns all vectors by the same angle; for Adam, RMSprop and their like.
+    """Return parameter groups with which Adam, RMSprop and similar optimizers turn all vectors by the same angle.
 
-    These move every entry by about the learning rate, whatever the size of its gradient. The n entries of a unit vector
-    are about 1/sqrt(n), so that it turns by about lr * sqrt(n): with 4,096 entries 37 times as far as with 3. Here a
-    vector of n entries has the learning rate lr * sqrt(entries / n), and everything else has lr. Most schedulers scale
-    each group from where it starts; OneCycleLR and CyclicLR set it, and want ``max_lr=[g["lr"] for g in groups]``.
+    These optimizers move every entry by about the learning rate, whatever the size of its gradient. The n entries of a
+    unit vector are about 1/sqrt(n), so that it turns by about lr * sqrt(n): with 4,096 entries 37 times as far as with
+    3. Here a vector of n entries has the learning rate lr * sqrt(entries / n), and all other parameters have lr. Most
+    schedulers scale the initial learning rate of each group; OneCycleLR and CyclicLR replace it, and need
+    ``max_lr=[g["lr"] for g in groups]``.
 
     >>> from cpnorm import canonical_norm
     >>> groups = equal_angles(canonical_norm(nn.Linear(256, 16)), lr=0.001)
@@ -111,17 +112,18 @@ class RenormalizeHandle:
 
 
 def holds_terms(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    """Whether it trains any canonical layer of the model, or none is to be trained."""
+    """Return True if the optimizer holds a canonical parameter of the model, or if none is trainable."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     terms = [p for layer in canonical_layers(model).values() for p in layer.canonical_parameters() if p.requires_grad]
     return not terms or any(id(parameter) in held for parameter in terms)
 
 
 def lambda_penalty(model: nn.Module) -> Tensor:
-    """A number in [0, 1] to add to the loss: 1 where all lambdas of a layer are alike, small where few do the work.
+    """Return a penalty in (0, 1] on the lambdas: 1 if all are equal in size, small if a few dominate.
 
-    Per layer |lambda|_1 / (sqrt(R) |lambda|_2), averaged with the layers' weights. A plain 1-norm can be made small
-    without any sparsity, by shrinking a layer whose scale the next one restores; this ratio has no scale.
+    Add it to the loss to make lambdas sparse. It is |lambda|_1 / (sqrt(R) |lambda|_2) of each layer, averaged with the
+    sizes of the layers as weights. A plain 1-norm could be made small without sparsity, by scaling a layer down and the
+    next one up; this ratio does not depend on the scale.
 
     >>> from cpnorm import canonical_norm
     >>> round(lambda_penalty(canonical_norm(nn.Linear(8, 8), lambdas="ones")).item(), 4)
@@ -129,7 +131,7 @@ def lambda_penalty(model: nn.Module) -> Tensor:
     """
     layers = list(canonical_layers(model).values())
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no canonical layer to put pressure on")
+        raise ValueError(f"{type(model).__name__} has no canonical layer to penalise")
     weights = [layer.rank * sum(layer.modes) for layer in layers]
     shares = [weight / sum(weights) * _evenness(layer.lambdas) for weight, layer in zip(weights, layers, strict=True)]
     return torch.stack(shares).sum()
@@ -138,6 +140,6 @@ def lambda_penalty(model: nn.Module) -> Tensor:
 def _evenness(lambdas: Tensor) -> Tensor:  # (R,) -> ()
     sizes = lambdas.abs().to(torch.promote_types(lambdas.dtype, torch.float32))
     largest = sizes.detach().amax()
-    sizes = sizes / torch.where(largest > 0, largest, 1.0)  # or squares leave the range
+    sizes = sizes / torch.where(largest > 0, largest, 1.0)  # keeps squares in range
     norm = torch.linalg.vector_norm(sizes).clamp_min(torch.finfo(sizes.dtype).tiny)
     return (sizes.sum() / (len(sizes) ** 0.5 * norm)).to(lambdas.dtype)

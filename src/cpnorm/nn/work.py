@@ -14,7 +14,7 @@ from cpnorm.nn.running import watch
 
 @dataclass(frozen=True)
 class Work:
-    """Hold the FLOPs of a layer on one example input, summed over its calls."""
+    """The FLOPs of a layer on one example input, summed over its calls."""
 
     shapes: tuple[tuple[int, ...], ...] = ()  # of its inputs, one per call
     dense: int = 0  # FLOPs with a dense weight
