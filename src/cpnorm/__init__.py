@@ -2,7 +2,7 @@
 # ruff: noqa: I001, RUF022 (in reading order, not in the alphabet's)
 
 from cpnorm.cp.tensor import CPTensor
-from cpnorm.cp.decompose import RankEstimate, cp_als, cp_exact, cp_power, estimate_rank
+from cpnorm.cp.decompose import RankEstimate, cp_als, cp_exact, cp_power, estimate_rank, exact_rank
 from cpnorm.nn.planner import Plan, plan
 from cpnorm.nn.canonical import CPLayer
 from cpnorm.nn.layers import (
@@ -40,6 +40,7 @@ __all__ = [
     "cp_exact",
     "cp_power",
     "cp_als",
+    "exact_rank",
     "estimate_rank",
     "RankEstimate",
     "Plan",

@@ -12,6 +12,7 @@ from rich.console import Console
 import cpnorm
 from cpnorm.lab.cli import inspect, pictures
 from cpnorm.lab.data.images import ImageSet, load
+from cpnorm.lab.report.drawing import INK, finish
 from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.driver import Stop
 from cpnorm.lab.training.run_networks import blank
@@ -101,23 +102,12 @@ def test_pictures_can_be_opened(run: Path, tmp_path: Path, kind: str) -> None:
             assert ElementTree.parse(path).getroot().tag.endswith("svg")
 
 
-def test_svg_for_a_page_takes_its_colour_from_there(run: Path) -> None:
-    text = pictures.svg(pictures.progress(RunFolder(run).metrics()), 'a "title" & more')
-    root = ElementTree.fromstring(text)
+def test_pictures_have_the_look_of_the_report(run: Path) -> None:
+    drawn = finish(pictures.progress(RunFolder(run).metrics()), "progress", 'a "title" & more', "")
+    root = ElementTree.fromstring(drawn.svg)
     assert root.get("aria-label") == 'a "title" & more'
-    assert "currentColor" in text
-    assert pictures.INK not in text
-
-
-def test_samples_lie_in_order(digits: ImageSet) -> None:
-    import io
-
-    from PIL import Image
-
-    mosaic = Image.open(io.BytesIO(pictures.samples(digits.train_images[:10], columns=5)))
-    assert mosaic.size == (5 * 28, 2 * 28)
-    pixels = torch.tensor(list(mosaic.convert("L").tobytes()), dtype=torch.uint8).view(56, 140)
-    assert torch.equal(pixels[28:, 28:56], digits.train_images[6, 0])
+    assert "var(--soft)" in drawn.svg
+    assert not [light for light in INK.values() if light in drawn.svg]
 
 
 def test_runs_without_canonical_layers_and_unfinished_ones(digits: ImageSet, tmp_path: Path) -> None:

@@ -21,8 +21,15 @@ class TestInABrowser:
         probe = f"<script>{script}; document.title = JSON.stringify(window.out)</script></body>"
         file = tmp_path / "probe.html"
         file.write_text(page.read_text().replace("</body>", probe))
-        flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
-        command = [BROWSER, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2000"]
+        flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync "
+        flags += "--window-size=1280,900 --virtual-time-budget=2000"
+        command = [
+            BROWSER,
+            *flags.split(),
+            "--window-size=1280,900",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--virtual-time-budget=2000",
+        ]
         done = subprocess.run(
             [*command, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=120, check=True
         )
@@ -58,24 +65,37 @@ class TestInABrowser:
             for (const stop of [0, 4, 8]) {
                 part("rate").value = stop;
                 part("rate").dispatchEvent(new Event("input"));
-                window.out.push(["removed", "accuracy", "weights", "terms"].map((name) => part(name).textContent));
+                window.out.push(["removed", "accuracy", "parameters", "terms"].map((name) => part(name).textContent));
                 window.out.push([...part("layers").querySelectorAll("p")].map((p) => p.textContent));
             }"""
         out = self.run(write_page(once(results), tmp_path / "r.html"), script, tmp_path)
         networks = next(iter(blocks(once(results).sections, Explorer))).networks
         network = next(n for n in networks if n["name"] == "mnist/cp-rmsprop, seed 0")
         ranks, sizes = [11, 270, 128, 10], [1 + 1 + 32 + 6, 1 + 32 + 64 + 6, 1 + 9216 + 128, 1 + 128 + 10]
-        for stop, (removed, accuracy, weights, terms), layers in zip((0, 4, 8), out[::2], out[1::2], strict=True):
+        for stop, (removed, accuracy, parameters, terms), layers in zip((0, 4, 8), out[::2], out[1::2], strict=True):
             rate = network["rates"][stop]
             kept = [max(1, rank - int(rank * rate + 1e-9)) for rank in ranks]
             left = 1_226_042 - sum((rank - k) * size for rank, k, size in zip(ranks, kept, sizes, strict=True))
             assert removed == f"{100 * rate:g} %"
             assert accuracy.startswith(f"{network['accuracy'][stop]:.2f} %")
-            assert weights.startswith(f"{left / 1e6:.2f} M")
+            assert parameters.startswith(f"{left / 1e6:.2f} M")
             assert terms == f"{sum(kept)}of 419"
             assert [text.partition(",")[0] for text in layers] == (
                 [f"{k} of {rank} terms" for k, rank in zip(kept, ranks, strict=True)]
             )
+
+    def test_opens_within_a_few_screens(self, results, tmp_path):
+        """Details are folded: the whole page is short, and nothing is wider than the window."""
+        script = """
+            const root = document.documentElement;
+            const opened = () => document.querySelectorAll("details[open]").length;
+            window.out = [root.scrollHeight, root.scrollWidth - root.clientWidth, opened()];
+            location.hash = "#cifar10";
+            openTarget();
+            window.out.push(opened());"""
+        height, excess, opened, linked = self.run(write_page(once(results), tmp_path / "r.html"), script, tmp_path)
+        assert 2000 < height < 6000
+        assert (excess, opened, linked) == (0, 0, 1)
 
     def test_hostile_records_run_nothing(self, hostile, tmp_path):
         script = """

@@ -7,12 +7,13 @@ import pytest
 from scipy import stats
 
 import synthetic_results
+import cpnorm
 from cpnorm.lab.paper import beyond
 from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.report.ablations import explanations
 from cpnorm.lab.report.charts import curves
 from cpnorm.lab.report.claims import claims
-from cpnorm.lab.report.comparison import compare, count_agreement, exact_bound
+from cpnorm.lab.report.comparison import compare, count_agreement
 from cpnorm.lab.report.records import read_results
 
 SPREAD = (-0.3, -0.2, -0.1, 0.0, 0.0, 0.1, 0.2, 0.3)
@@ -166,10 +167,10 @@ class TestParameters:
         assert comparison(records, "tai/low-rank-90").parameters == 237_312
         assert comparison(records, "tai/canonical-91").parameters == 204_823 + 4
 
-    def test_the_exact_bound_of_every_layer(self):
-        bounds = [exact_bound(layer) for layer in paper.ALEXNET_RANKS]
-        assert bounds == [27, 576, 1728, 2304, 2304, 1024, 512, 10]
-        assert [exact_bound(layer) for layer in paper.LENET_RANKS] == [9, 288, 128, 10]
+    def test_the_exact_rank_of_every_layer(self):
+        ranks = [cpnorm.exact_rank(layer.size) for layer in paper.ALEXNET_RANKS]
+        assert ranks == [27, 576, 1728, 2304, 2304, 1024, 512, 10]
+        assert [cpnorm.exact_rank(layer.size) for layer in paper.LENET_RANKS] == [9, 288, 128, 10]
 
 
 class TestClaims:
@@ -215,7 +216,7 @@ class TestClaims:
             lines("cifar10/weight-rmsprop", 86.9),
             lines("cifar10/cp-rmsprop", 80.0),
         ]
-        claim = self.answers(records_of(tmp_path, *groups))["explained"]
+        claim = self.answers(records_of(tmp_path, *groups))["ablations"]
         assert claim.answer == "Yes."
         assert [[row[0].text, row[2].value, row[3].value, row[8].text] for row in claim.grid.rows] == [
             ["CIFAR-10, SGD, batch 128, momentum 0.6", pytest.approx(87.2), pytest.approx(88.5), "+0.94"],
@@ -251,7 +252,7 @@ class TestClaims:
             curve = line["curve"]["test_accuracy"]
             late = SPREAD[line["seed"]]
             line["curve"] = {"test_accuracy": [*curve[:-20], *(a + late for a in curve[-20:])]}
-        claim = self.answers(records_of(tmp_path, *groups))["ending"]
+        claim = self.answers(records_of(tmp_path, *groups))["late-epochs"]
         assert claim.answer == "Partly."
         texts = {row[0].text: [cell.text for cell in row[1:]] for row in claim.grid.rows}
         assert texts == {
@@ -268,7 +269,7 @@ class TestClaims:
         for line, rise in zip(groups[0], rises, strict=True):
             low = 60.0 + 3 * line["seed"]
             line["curve"] = {"test_accuracy": [low] * 40 + [low + rise] * 20}
-        claim = self.answers(records_of(tmp_path, *groups))["ending"]
+        claim = self.answers(records_of(tmp_path, *groups))["late-epochs"]
         points, p = claim.grid.rows[0][-2:]
         assert points.value == pytest.approx(sum(rises) / 8)
         assert p.value == pytest.approx(stats.ttest_1samp(rises, 0).pvalue)

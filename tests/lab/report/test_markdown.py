@@ -38,7 +38,7 @@ class TestMarkdown:
             for row in grid.rows:
                 for cell in row:
                     assert " ".join(cell.text.split()) in plain
-        for heading in ("What agrees, what does not", "The paper's claims", "Beyond the paper"):
+        for heading in ("What agrees and what does not", "The paper's claims", "Beyond the paper"):
             assert f"## {heading}\n" in text
 
     def test_its_drawings_lie_beside_it_and_old_ones_go(self, results, tmp_path):

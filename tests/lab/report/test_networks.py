@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from cpnorm.lab.report import RecordError, build
-from cpnorm.lab.report.document import Grid
+from cpnorm.lab.report import RecordError, build, write_page
+from cpnorm.lab.report.document import Explorer, Grid
 from cpnorm.lab.report.networks import read_cuts, section, sentence
-from report_cases import blocks
+from report_cases import blocks, parsed
 
 RECORD = {"benchmark": "compression_accuracy", "network": "resnet18", "data": "cifar10", "smoke": False}
 
@@ -37,7 +37,10 @@ def write(folder, lines):
 
 def test_a_table_of_every_method_by_share(tmp_path):
     part = section(read_cuts(write(tmp_path, LINES)))
-    (grid,) = blocks([part], Grid)
+    headline, grid = blocks([part], Grid)
+    assert [[cell.text for cell in row] for row in headline.rows] == [
+        ["ResNet-18, CIFAR-10", "5 %", "0.56 M", "92.50", "22.00, SVD", "94.00", "93.50 ± 0.14", "–", "–"]
+    ]
     assert grid.caption == "ResNet-18 on CIFAR-10"
     texts = [[cell.text for cell in row] for row in grid.rows]
     assert texts == [
@@ -58,6 +61,23 @@ def test_one_sentence_and_the_leading_figure(tmp_path):
     assert document.sentences[-1] == found
     assert "<title>resnet18, cpnorm, 5 %, fine-tuned: 93.50 %" in document.lead.svg
     assert sentence(read_cuts(write(tmp_path, LINES[:2]))) == ""  # nothing was fine-tuned
+
+
+def test_the_explorer_offers_cut_networks(tmp_path):
+    """Budgets by method, before and after fine-tuning; the page's ids stay unique beside the section of networks."""
+    document = build(write(tmp_path, LINES))
+    (explorer,) = blocks(document.sections, Explorer)
+    (network,) = explorer.networks
+    assert network["name"] == "ResNet-18 on CIFAR-10"
+    assert [(c["name"], c["cut"], c["tuned"], c["peer"]) for c in network["cuts"]] == [
+        ("dense", 94.0, None, True),
+        ("SVD, 10 %", 55.0, None, True),
+        ("cpnorm, 5 %", 92.5, 93.5, False),
+        ("SVD, 5 %", 22.0, None, True),
+    ]
+    page = parsed(write_page(document, tmp_path / "r.html").read_text())
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
 
 
 def test_without_records_there_is_no_section(tmp_path):

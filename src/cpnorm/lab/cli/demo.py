@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import shlex
 import statistics
 import time
@@ -21,11 +20,14 @@ from torch import Tensor, nn
 import cpnorm
 from cpnorm.lab.cli import pictures
 from cpnorm.lab.data.images import ImageSet, load, normalize
+from cpnorm.lab.report import write_page
+from cpnorm.lab.report.document import Cell, Code, Column, Document, Gallery, Grid, Section, Text, words
+from cpnorm.lab.report.drawing import finish, image_grid
 from cpnorm.lab.training.compression import compress
 from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.driver import Observer, Stop, run_to_end
 from cpnorm.lab.training.run_networks import plain_layers, trained_network
-from cpnorm.lab.training.runs import RunFolder, write_atomically
+from cpnorm.lab.training.runs import RunFolder
 from cpnorm.lab.training.setup import build_model
 from cpnorm.lab.training.trainer import Options, Trainer
 from cpnorm.lab.training.truncation import Truncation
@@ -88,7 +90,7 @@ def run_demo(out: Path, seed: int, console: Console, silent: bool = False) -> St
                 console.print(f"{chapter.name}: {(chapter.folder.record() or {})['test_accuracy_last']} %")
         bar.update(task, description="timing and drawing")
         story = Story(compare(plan, data), out / "index.html")
-        write_atomically(story.page, page(story, plan, data, seed).encode())
+        write_page(page(story, plan, data, seed), story.page)
     return story
 
 
@@ -120,7 +122,7 @@ class Story:
 
     def rows(self) -> list[list[str]]:
         """Return the rows of the table, the header first."""
-        rows = [["network", "weights", "of plain", "just cut", "accuracy", "one image"]]
+        rows = [["network", "parameters", "of plain", "just cut", "accuracy", "one image"]]
         for network in self.networks:
             rows.append(
                 [
@@ -175,47 +177,68 @@ def time_in_turn(models: Mapping[str, nn.Module], image: Tensor) -> dict[str, fl
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def page(story: Story, plan: Sequence[Chapter], data: ImageSet, seed: int) -> str:
-    """Return one self-contained page, for light and dark."""
+def page(story: Story, plan: Sequence[Chapter], data: ImageSet, seed: int) -> Document:
+    """Return the page of the demo, with the parts and the look of the report."""
     plain, *cut = story.networks[0], *story.networks[3:]
     good = [network for network in cut if network.accuracy > plain.accuracy - 1]
     hero = min(good, key=lambda n: n.weights) if good else max(cut, key=lambda n: n.accuracy)
+    share = f"{100 * hero.weights / plain.weights:.0f} %"
     header, *rows = story.rows()
-    cells = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    table = f"<table><tr>{''.join(f'<th>{cell}</th>' for cell in header)}</tr>{cells}</table>"
+    columns = [Column(header[0], words=True), *(Column(name) for name in header[1:])]
+    table = Grid("", columns, [[words(row[0]), *(Cell(text, _number(text)) for text in row[1:])] for row in rows])
+    points = {network.name: (network.weights, network.accuracy) for network in story.networks}
     lines = {chapter.name: chapter.folder.metrics() for chapter in plan}
     after = {chapter.name: BASE.epochs for chapter in plan if chapter.truncation}
-    points = {network.name: (network.weights, network.accuracy) for network in story.networks}
-    drawn = (
-        (
-            "Test accuracy by epoch",
-            pictures.curves(lines, after=after),
-            "The same network three ways, from the same seed; dashed, the canonical one after the cut.",
-        ),
-        ("Accuracy against weights", pictures.against_weights(points), "Up is better, left is smaller."),
-        (
-            "The λ of the two large layers, in descending order",
-            pictures.spectrum(lambda_states(plan, data)),
-            "Each λ scales one term. The terms on the right are those that the cut takes away.",
-        ),
+    course, spectrum = pictures.curves(lines, after=after), pictures.spectrum(lambda_states(plan, data))
+    drawings = [
+        finish(course, "curves", *COURSE),
+        finish(spectrum, "spectrum", *SPECTRUM),
+    ]
+    images = image_grid("samples", "Training images", data.train_images[:60], "Sixty of the training images.", 20)
+    run = shlex.quote(str(plan[2].folder.path))
+    commands = (
+        f"cpnorm inspect {run} --plots pictures\n"
+        f"cpnorm compress {run} --params 100000 --refit lambdas --epochs 4 --out smaller\n"
+        f"cpnorm export {shlex.quote(f'{plan[2].folder.path}-cut-75')} --onnx digits.onnx --factorize"
     )
-    figures = "".join(
-        f"<figure>{pictures.svg(figure, title)}<figcaption><b>{title}.</b> {note}</figcaption></figure>"
-        for title, figure, note in drawn
+    return Document(
+        f"{share} of the parameters: {hero.accuracy:.1f} % right instead of {plain.accuracy:.1f} %",
+        finish(pictures.against_parameters(points), "accuracy", "Accuracy against parameters", AGAINST),
+        [
+            "A network in canonical form keeps every weight tensor as a sum of simple terms, each scaled by a λ.",
+            "It trains like any other network; afterwards the λ say which terms matter.",
+            "Those of smallest |λ| are cut away in one step, and a few epochs of fine-tuning recover the accuracy.",
+            f"This page shows it on {len(data.train_labels):,} small images of digits, with seed {seed}.",
+        ],
+        [
+            Section("networks", "The networks", [table, Text(READING.format(test=len(data.test_labels)))]),
+            Section("course", "The training, and the λ", [Gallery(drawings)]),
+            Section("data", "The images", [Gallery([images])]),
+            Section("next", "Next", [Text("Every network is a run folder that other commands read:"), Code(commands)]),
+        ],
     )
-    return TEMPLATE.format(
-        seed=seed,
-        train=len(data.train_labels),
-        test=len(data.test_labels),
-        samples=pictures.png_address(pictures.samples(data.train_images[:60])),
-        table=table,
-        accuracy=f"{hero.accuracy:.1f} %",
-        plain_accuracy=f"{plain.accuracy:.1f} %",
-        share=f"{100 * hero.weights / plain.weights:.0f} %",
-        figures=figures,
-        canonical=html.escape(shlex.quote(str(plan[2].folder.path))),
-        version=cpnorm.__version__,
-    )
+
+
+AGAINST = "Test accuracy against the number of parameters: up is better, left is smaller."
+COURSE = (
+    "Test accuracy by epoch",
+    "Test accuracy by epoch: the same network three ways, from the same seed; dashed, the canonical one after the cut.",
+)
+SPECTRUM = (
+    "The λ of the two large layers, in descending order",
+    "The λ of the two large layers, in descending order. The terms on the right are those that the cut removes.",
+)
+READING = (
+    "“Just cut” is the accuracy before fine-tuning. The two large layers are cut, which hold 99 % of the parameters. "
+    "Times are medians for one image on this CPU, the canonical networks as the plain layers that cpnorm.factorize "
+    "makes of them. With {test} test images one image is worth 0.3 %: small differences mean nothing. The title names "
+    "the smallest network that loses less than 1 %."
+)
+
+
+def _number(text: str) -> float | None:
+    """Return the number with which a cell begins, by which a column is sorted."""
+    return float(text.split()[0].replace(",", "")) if text else None
 
 
 def lambda_states(plan: Sequence[Chapter], data: ImageSet) -> dict[str, dict[str, Tensor]]:
@@ -227,51 +250,3 @@ def lambda_states(plan: Sequence[Chapter], data: ImageSet) -> dict[str, dict[str
     }
     layers = {state: cpnorm.canonical_layers(model) for state, model in models.items()}
     return {name: {state: found[name].lambdas.detach() for state, found in layers.items()} for name in LARGE}
-
-
-TEMPLATE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>cpnorm: the demo</title>
-<style>
-:root {{ color-scheme: light dark; --line: #8884; --soft: #8881; --accent: #3b82f6; }}
-body {{ font: 16px/1.55 system-ui, sans-serif; max-width: 62rem; margin: 2.5rem auto; padding: 0 1.25rem; }}
-h1 {{ font-size: 1.7rem; line-height: 1.25; margin: 0 0 .75rem; }}
-p {{ max-width: 44rem; }}
-.samples {{ width: 100%; image-rendering: pixelated; border-radius: .4rem; }}
-table {{ border-collapse: collapse; width: 100%; margin: 1.25rem 0; font-variant-numeric: tabular-nums; }}
-th, td {{ padding: .45rem .7rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }}
-th:first-child, td:first-child {{ text-align: left; }}
-th {{ font-weight: 600; }}
-tr:nth-child(n+5) {{ background: var(--soft); }}
-.scroll {{ overflow-x: auto; }}
-.figures {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr)); gap: 1.5rem; }}
-figure {{ margin: 0; }}
-figure:last-child {{ grid-column: 1 / -1; }}
-figure svg {{ width: 100%; height: auto; }}
-figcaption, .small {{ font-size: .88rem; opacity: .8; }}
-pre {{ background: var(--soft); padding: .8rem 1rem; border-radius: .4rem; overflow-x: auto; }}
-</style>
-</head>
-<body>
-<h1>{share} of the weights: {accuracy} right instead of {plain_accuracy}</h1>
-<p>A network in canonical form keeps every weight tensor as a sum of simple terms, each scaled by a number λ. It trains
-like any other. Afterwards the λ say which terms matter: those of smallest |λ| are cut away in one step, and a few
-epochs of fine-tuning make up for it. Here is all of it on {train:,} small images of digits, with seed {seed}.</p>
-<img class="samples" src="{samples}" alt="Sixty of the training images">
-<div class="scroll">{table}</div>
-<p class="small">“Just cut” is the accuracy before fine-tuning. The two large layers are cut, which hold 99 % of the
-weights. Times are medians for one image on this CPU, the canonical networks as the plain layers that
-<code>cpnorm.factorize</code> makes of them. With {test} test images one image is worth 0.3 %: small differences mean
-nothing. The headline is the smallest network that loses less than 1 %.</p>
-<div class="figures">{figures}</div>
-<p>Every network is a run folder that the other commands read:</p>
-<pre>cpnorm inspect {canonical} --plots pictures
-cpnorm compress {canonical} --params 100000 --refit lambdas --epochs 4 --out smaller
-cpnorm export {canonical}-cut-75 --onnx digits.onnx --factorize</pre>
-<p class="small">Made by cpnorm {version}.</p>
-</body>
-</html>
-"""

@@ -1,61 +1,24 @@
 """Pictures of runs, as the paper draws them: spectrum, progress and histograms of the lambdas, learning curves.
 
-Figures carry no background and one text colour, so that the SVG can take both from the page around it.
+They have the look of the report, whose ``finish`` turns them into drawings of a page.
 """
 
 from __future__ import annotations
 
-import base64
-import io
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from html import escape
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-import matplotlib.image
 import torch
-from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-INK = "#7a7b7c"  # a grey that reads on white and on black; in an SVG it gives way to the colour of the text around it
-COLOURS = ("#3b82f6", "#f08c2e", "#22a37a", "#d6498f", "#8b6ff0", "#c9a227")
+from cpnorm.lab.report.drawing import INK, count_axis, style
+
 BINS = 30  # of the paper's histograms
 Lines = Sequence[Mapping[str, Any]]  # metrics.jsonl
-
-
-@contextmanager
-def style() -> Iterator[None]:
-    """Set the style of all pictures; matplotlib's own settings are restored afterwards."""
-    settings: dict[Any, Any] = {
-        "axes.edgecolor": INK,
-        "axes.labelcolor": INK,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "axes.prop_cycle": cycler(color=COLOURS),
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlecolor": INK,
-        "axes.titlesize": "medium",
-        "figure.constrained_layout.use": True,
-        "font.size": 10.0,
-        "grid.alpha": 0.2,
-        "grid.color": INK,
-        "legend.frameon": False,
-        "legend.labelcolor": INK,
-        "savefig.transparent": True,
-        "svg.fonttype": "none",
-        "svg.hashsalt": "cpnorm",  # the same picture gives the same bytes
-        "text.color": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-    }
-    with mpl.rc_context(settings):
-        yield
 
 
 @style()
@@ -116,7 +79,7 @@ def progress(lines: Lines) -> Figure:
     epochs = [line["epoch"] for line in lines]
     for panel, name in zip(axes, names, strict=True):
         entries = [line["layers"][name] for line in lines]
-        panel.plot(epochs, [entry["sigma"] for entry in entries], color=INK, linewidth=2.5, label="σ")
+        panel.plot(epochs, [entry["sigma"] for entry in entries], color=INK["ink"], linewidth=2.5, label="σ")
         if "lambdas" in entries[0]:
             for values in zip(*(entry["lambdas"] for entry in entries), strict=True):
                 shrinks = abs(values[-1]) < abs(values[0])
@@ -124,9 +87,9 @@ def progress(lines: Lines) -> Figure:
             panel.set(title=f"{name}: σ and every λ", xlabel="epoch")
         else:
             low, lower, median, upper, high = zip(*(entry["lambda_size_quartiles"] for entry in entries), strict=True)
-            panel.fill_between(epochs, low, high, alpha=0.15, color=COLOURS[0], linewidth=0, label="|λ|: all")
-            panel.fill_between(epochs, lower, upper, alpha=0.35, color=COLOURS[0], linewidth=0, label="middle half")
-            panel.plot(epochs, median, color=COLOURS[0], label="median")
+            panel.fill_between(epochs, low, high, alpha=0.15, color=INK["s2"], linewidth=0, label="|λ|: all")
+            panel.fill_between(epochs, lower, upper, alpha=0.35, color=INK["s2"], linewidth=0, label="middle half")
+            panel.plot(epochs, median, color=INK["s2"], label="median")
             panel.set(title=f"{name}: σ and |λ|", xlabel="epoch")
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.legend(fontsize="small")
@@ -134,44 +97,17 @@ def progress(lines: Lines) -> Figure:
 
 
 @style()
-def against_weights(points: Mapping[str, tuple[int, float]]) -> Figure:
+def against_parameters(points: Mapping[str, tuple[int, float]]) -> Figure:
     """Draw accuracy against the number of parameters."""
     figure, axes = _figure(1)
-    for name, (weights, accuracy) in points.items():
-        axes[0].plot([weights], [accuracy], "o", markersize=9, alpha=0.8, label=name)
-    most, lowest = max(weights for weights, _ in points.values()), min(accuracy for _, accuracy in points.values())
+    for name, (parameters, accuracy) in points.items():
+        axes[0].plot([parameters], [accuracy], "o", markersize=9, alpha=0.8, label=name)
+    sizes, lowest = [size for size, _ in points.values()], min(accuracy for _, accuracy in points.values())
     # Down to 90 at least: a closer look would make much of a few test images.
-    axes[0].set(xlabel="parameters", ylabel="test accuracy, %", xlim=(0, 1.1 * most), ylim=(min(90, lowest - 1), 100))
+    axes[0].set(xlabel="parameters, logarithmic", ylabel="test accuracy, %", ylim=(min(90, lowest - 1), 100))
+    count_axis(axes[0], min(sizes) / 1.5, max(sizes) * 1.5)
     axes[0].legend(fontsize="small")
-    axes[0].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1e6:g} M"))
     return figure
-
-
-def samples(images: Tensor, columns: int = 20) -> bytes:  # (N, C, H, W) uint8 -> PNG
-    """Return a PNG of images side by side."""
-    rows = len(images) // columns
-    tiles = images[: rows * columns].permute(0, 2, 3, 1)  # (N, H, W, C)
-    height, width, channels = tiles.shape[1:]
-    mosaic = tiles.reshape(rows, columns, height, width, channels).transpose(1, 2)
-    pixels = mosaic.reshape(rows * height, columns * width, channels).expand(-1, -1, 3)
-    buffer = io.BytesIO()
-    matplotlib.image.imsave(buffer, pixels.numpy(), format="png")
-    return buffer.getvalue()
-
-
-def svg(figure: Figure, title: str) -> str:
-    """Return SVG for a page: text in the page's own colour and font, no background."""
-    buffer = io.StringIO()
-    with style():
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :].replace(INK, "currentColor")
-    return text.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)
-
-
-def png_address(png: bytes) -> str:
-    """Return a data address for the src of an <img>."""
-    return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
 def write(figure: Figure, path: Path) -> Path:
@@ -184,7 +120,8 @@ def write(figure: Figure, path: Path) -> Path:
 def _figure(panels: int) -> tuple[Figure, list[Axes]]:
     columns = min(panels, 2)
     rows = -(-panels // columns)
-    figure = Figure(figsize=(4.4 * columns, 3.2 * rows) if panels > 1 else (6.0, 4.0))
+    size = (4.4 * columns, 3.2 * rows) if panels > 1 else (6.0, 4.0)
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
     for spare in axes[panels:]:
         spare.remove()

@@ -108,10 +108,11 @@ def run_shrink(
         tell("writing files", 0, 1)
         out.mkdir(parents=True, exist_ok=True)
         outcome.files = _export(small, inputs, out)
-    from cpnorm.lab.cli.shrink_page import render
+    from cpnorm.lab.cli.shrink_page import document
+    from cpnorm.lab.report import write_page
 
     write_atomically(out / "report.json", json.dumps(outcome.to_json(), indent=1, ensure_ascii=False).encode())
-    write_atomically(out / "report.html", render(network, outcome, found).encode())
+    write_page(document(network, outcome), out / "report.html")
     outcome.files |= {"report.json": "written", "report.html": "written"}
     return outcome
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.paper.tables import Row, Table
@@ -25,7 +26,7 @@ from cpnorm.lab.report.drawing import (
     standalone,
     style,
 )
-from cpnorm.lab.report.networks import DATA_NAMES, OURS, Cut, name_of
+from cpnorm.lab.report.networks import DATA_NAMES, OURS, Cut, name_of, network_name
 from cpnorm.lab.report.records import Records, Run, that_learned
 from cpnorm.lab.report.statistics import mean_curve, summarize
 from cpnorm.lab.training.runs import write_atomically
@@ -39,50 +40,77 @@ LEAD = "accuracy-parameters"  # the figure with which the report opens
 # --- agreement with the paper -----------------------------------------------------------------------------------------
 
 
-@style()
 def overview(comparisons: Sequence[Comparison], reach: float = 3.0) -> Drawing | None:
     """Draw our mean minus the published one for every row, with its 95 % interval, over the published spread."""
     measured = [c for c in comparisons if c.difference]
     if not measured:
         return None
-    titles = {table.key: table.title for table in paper.tables()}
-    groups = dict.fromkeys(c.row.table for c in measured)
-    lines = len(measured) + len(groups)
-    height, left = 17 * lines + 70, 152
-    figure, axes = panel("ours − paper, points", "", 380, height)
-    figure.set_layout_engine(None)
-    figure.subplots_adjust(left / 380, 40 / height, 1 - 8 / 380, 1 - 30 / height)
-    axes.set(xlim=(-reach, reach), ylim=(lines - 0.4, -0.6), yticks=[])
-    axes.xaxis.grid(True)
-    axes.axvline(0, color=INK["axis"], linewidth=1)
-    y = 0
-    for key in groups:
-        axes.annotate(
-            titles.get(key, key),
-            (0, y),
-            xytext=(-left + 4, 0),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            va="center",
-            color=INK["ink"],
-            fontweight="bold",
-            bbox={"facecolor": INK["paper"], "edgecolor": "none", "pad": 1},  # it may reach over the grid
-        )
-        for entry in (c for c in measured if c.row.table == key):
-            y += 1
-            _overview_row(axes, entry, y, reach, left)
-        y += 1
-    axes.barh([-9], [0], color=INK["axis"], alpha=0.28, label="one published sd")
-    for status, name in (("within", "within it"), ("above", "above"), ("below", "below")):
-        axes.plot([], [], "o", color=INK[status], markersize=6, label=name)
-    figure.legend(loc="upper left", ncols=4, handlelength=1, columnspacing=1, borderaxespad=0.2, handletextpad=0.5)
+    groups = list(_by_table(measured).items())
     caption = (
-        f"Mean accuracy of the last epoch minus the published mean, {len(measured)} rows. Lines are 95 % confidence "
-        "intervals of the difference (Welch), bars one published standard deviation. "
+        f"Mean accuracy of the last epoch minus the published mean in points, {len(measured)} rows. Lines are 95 % "
+        "confidence intervals of the difference (Welch), bars one published standard deviation. "
         f"Differences beyond {reach:g} points are drawn at the edge with their size."
     )
-    title = "Difference between our mean accuracy and the published one, row by row"
-    return finish(figure, "overview", title, caption)
+    wide = _overview("overview", _columns(groups, 3), 1180, reach, caption)
+    return replace(wide, narrow=_overview("overview-narrow", [groups], 350, reach, caption).svg)
+
+
+Groups = list[tuple[str, list[Comparison]]]  # rows by the title of their table
+
+
+def _by_table(measured: Sequence[Comparison]) -> dict[str, list[Comparison]]:
+    titles = {table.key: table.title for table in paper.tables()}
+    groups: dict[str, list[Comparison]] = {}
+    for entry in measured:
+        groups.setdefault(titles.get(entry.row.table, entry.row.table), []).append(entry)
+    return groups
+
+
+def _columns(groups: Groups, most: int) -> list[Groups]:
+    """Return the groups in at most so many columns of about the same length, in their order."""
+    length = sum(len(rows) + 1 for _, rows in groups) / most
+    columns: list[Groups] = [[]]
+    for title, rows in groups:
+        filled = sum(len(others) + 1 for _, others in columns[-1])
+        if filled and len(columns) < most and filled + (len(rows) + 1) / 2 > length:
+            columns.append([])
+        columns[-1].append((title, rows))
+    return columns
+
+
+@style()
+def _overview(key: str, columns: list[Groups], width: int, reach: float, caption: str) -> Drawing:
+    lines = max(sum(len(rows) + 1 for _, rows in groups) for groups in columns)
+    height, left, each = 18 * lines + 62, 132, width / len(columns)
+    figure = Figure(figsize=(width / 72, height / 72))
+    for index, groups in enumerate(columns):
+        size = ((each - left - 10) / width, 1 - 62 / height)
+        axes = figure.add_axes(((index * each + left) / width, 34 / height, *size))
+        axes.set(xlim=(-reach, reach), ylim=(lines - 0.4, -0.6), yticks=[], xlabel="ours − paper, points")
+        axes.xaxis.grid(True)
+        axes.axvline(0, color=INK["axis"], linewidth=1)
+        y = 0
+        for title, rows in groups:
+            axes.annotate(
+                title,
+                (0, y),
+                xytext=(-left + 4, 0),
+                xycoords=("axes fraction", "data"),
+                textcoords="offset points",
+                va="center",
+                color=INK["ink"],
+                fontweight="bold",
+                bbox={"facecolor": INK["paper"], "edgecolor": "none", "pad": 1},  # it may reach over the grid
+            )
+            for line, entry in enumerate(rows, y + 1):
+                _overview_row(axes, entry, line, reach, left)
+            y += len(rows) + 1
+        if index == 0:
+            axes.barh([-9], [0], color=INK["axis"], alpha=0.28, label="one published sd")
+            for status, name in (("within", "within it"), ("above", "above"), ("below", "below")):
+                axes.plot([], [], "o", color=INK[status], markersize=6, label=name)
+    figure.legend(loc="upper left", ncols=4, handlelength=1, columnspacing=1, borderaxespad=0.2, handletextpad=0.5)
+    return finish(figure, key, "Difference between our mean accuracy and the published one, row by row", caption)
 
 
 def _overview_row(axes: Axes, entry: Comparison, y: float, reach: float, left: float) -> None:
@@ -106,13 +134,12 @@ def _overview_row(axes: Axes, entry: Comparison, y: float, reach: float, left: f
     axes.plot(
         [at], [y], "o", color=INK[entry.status], markersize=7, gid=note, markeredgecolor=INK["paper"], clip_on=False
     )
-    if abs(difference.value) > reach:
-        nearest = difference.low if difference.value > 0 else difference.high
-        edge = inside(difference.value if nearest is None else nearest)
-        # Beyond the interval; where that reaches the right edge there is no room, but left of the dot there is.
-        beside = difference.value < 0 and edge < reach - 0.8
-        x, align = (edge + 0.2, "left") if beside else (min(edge, at) - 0.2, "right")
-        axes.text(x, y, f"{difference.value:+.1f}".replace("-", "−"), ha=align, va="center")
+    if abs(difference.value) > reach:  # its size, inside the frame and over the interval
+        side = -1 if difference.value > 0 else 1
+        text = f"{difference.value:+.1f}".replace("-", "−")
+        box = {"facecolor": INK["paper"], "edgecolor": "none", "pad": 0.5}
+        align = "left" if side > 0 else "right"
+        axes.annotate(text, (at, y), (8 * side, 0), textcoords="offset points", ha=align, va="center", bbox=box)
 
 
 # --- convergence ------------------------------------------------------------------------------------------------------
@@ -188,6 +215,7 @@ class Mark:
     sd: float
     row: str
     note: str
+    label: str = ""  # written beside it where there is room
 
 
 Kinds = dict[str, list[Mark]]
@@ -215,8 +243,8 @@ def lead(records: Records, own_rows: Sequence[str], cuts: Sequence[Cut] = (), da
         kinds["cut" if cut.method == OURS else "peers"] += cut_marks(cut)
     if not _measured(kinds):
         return None
-    wide = _scatter(LEAD, DATA_NAMES[data], kinds, 720, 400)
-    return replace(wide, narrow=_scatter(f"{LEAD}-narrow", DATA_NAMES[data], kinds, 390, 400).svg)
+    wide = _scatter(LEAD, DATA_NAMES[data], kinds, 720, 460)
+    return replace(wide, narrow=_scatter(f"{LEAD}-narrow", DATA_NAMES[data], kinds, 390, 420).svg)
 
 
 def write_lead(document: Document, folder: Path, name: str = "accuracy_vs_parameters") -> list[Path]:
@@ -260,12 +288,13 @@ def _scatter(key: str, name: str, kinds: Kinds, width: int = 420, height: int = 
     ours = [*kinds["own"], *kinds["cut"]]
     front = sorted((m for m in ours if _is_on_the_front(m, ours)), key=lambda m: m.parameters)
     labels = [(m.parameters, m.accuracy, f"{m.accuracy:.1f} %, {count(m.parameters).text}") for m in front]
+    labels += [(m.parameters, m.accuracy, m.label) for m in kinds["peers"] if m.label and m.accuracy > bottom]
     label_points(axes, labels, [(m.parameters, m.accuracy - m.sd, m.accuracy + m.sd) for m in marks])
     caption = (
         f"{name}: mean accuracy of the last epoch against the number of parameters; lines are one standard deviation."
     )
     if below := [f"{mark.row} ({mark.accuracy:.1f} %)" for mark in marks if mark.accuracy < bottom]:
-        shown = "; ".join(below) if len(below) < 4 else f"{len(below)} networks, of which the tables below have all"
+        shown = "; ".join(below) if len(below) < 4 else f"{len(below)} networks, which the tables list"
         caption += f" Below the frame: {shown}."
     return finish(figure, key, f"Accuracy against parameters on {name}", caption)
 
@@ -301,7 +330,8 @@ def cut_marks(cut: Cut) -> list[Mark]:
         if summary := summarize(accuracies):
             row = f"{cut.network}, {name_of(cut)}, {100 * cut.share:g} %, {state}"
             note = f"{row}: {summary.mean:.2f} %, {cut.parameters:,.0f} parameters, n = {summary.n}"
-            marks.append(Mark(cut.parameters, summary.mean, summary.sd or 0.0, row, note))
+            label = f"{network_name(cut)}, {name_of(cut)}" if accuracies is cut.untrained else ""
+            marks.append(Mark(cut.parameters, summary.mean, summary.sd or 0.0, row, note, label))
     return marks
 
 

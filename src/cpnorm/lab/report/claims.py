@@ -196,7 +196,7 @@ def beats_it_once_explained(records: Records) -> Claim:
         explained_settings(),
         last_epochs,
         "Accuracy of the last epoch, and CP against both, with the changes that explain differences from the paper",
-        "explained",
+        "ablations",
         "Does it beat weight normalisation with what explains the paper's numbers?",
         "",
         " The paper does not ask this: these are the settings tested above, chosen after their results were known, "

@@ -26,6 +26,7 @@ from cpnorm.lab.report.document import (
     words,
 )
 from cpnorm.lab.report.drawing import finish, style
+from cpnorm.lab.report.paper_tables import outcome, runs_cell
 from cpnorm.lab.report.records import Records, Run, numbers, read_results
 from cpnorm.lab.report.statistics import summarize
 
@@ -38,33 +39,30 @@ def read(records: Records, results: Path) -> Records | None:
 
 def section(records: Records, coded: Records) -> Section:
     """Return the section on the second protocol."""
-    part = Section(
-        "code",
-        "With the settings of the authors' code",
-        [
-            Text(
-                "The tables above follow the text of the paper. Here the settings are those that the authors' public "
-                "code and logs show, fixed from that evidence before they were run. Three rows of CIFAR-10 with SGD "
-                "are an exception: their batch and momentum are fitted to the published accuracies, so that agreement "
-                "is a matter of choice. Runs of the tables above count here too where their settings are the same. "
-                "Cuts are tested with the network that they start from as the unit (a random effect), everything else "
-                "by Welch's test. “Mean curve” is the highest mean over the runs of any epoch."
-            )
-        ],
+    about = (
+        "The tables above follow the text of the paper. Here the settings are those that the authors' public code and "
+        "logs show, fixed from that evidence before they were run. Three rows of CIFAR-10 with SGD are an exception: "
+        "their batch and momentum are fitted to the published accuracies, so that agreement is a matter of choice. "
+        "Runs of the tables above count here too where their settings are the same. Cuts are tested with the network "
+        "that they start from as the unit (a random effect), everything else by Welch's test. “Mean curve” is the "
+        "highest mean over the runs of any epoch."
     )
-    part.blocks.append(Text(agreement_sentence(coded)))
+    part = Section("code", "With the settings of the authors' code", [Text(agreement_sentence(coded))])
+    part.blocks += [Fold("Where these settings come from", [Text(about), evidence_grid()])]
     for table in CODE.tables.values():
         lines = [compare(row, table, coded) for row in table.rows if coded.finished(row.same_as or row.key)]
+        below = Section(f"code-{table.key}", table.title, note=outcome(lines) or f"{len(table.ranks)} layers")
         if table.ranks and any((table.key, layer.layer) in coded.estimates for layer in table.ranks):
-            part.blocks.append(rank_grid(table, coded))
+            below.blocks.append(rank_grid(table, coded))
         elif lines and table.rows[0].published:
-            part.blocks.append(code_grid(table, lines, records))
+            below.blocks.append(code_grid(table, lines, records))
         elif lines:
-            part.blocks.append(arms_grid(table, [entry.row for entry in lines], coded))
+            below.note = f"{len(lines)} rows"
+            below.blocks.append(arms_grid(table, [entry.row for entry in lines], coded))
+        part.sections += [below] if below.blocks else []
     missing = [r.key for t in CODE.tables.values() for r in t.rows if not coded.finished(r.same_as or r.key)]
     if missing:
         part.blocks.append(Fold(f"{len(missing)} rows not measured yet", [Text(f"{', '.join(missing)}.")]))
-    part.blocks.append(Fold("Evidence for the settings", [evidence_grid()]))
     part.sections += authors_section({"text": records, "code": coded})
     return part
 
@@ -88,11 +86,6 @@ def with_recorded(coded: Records, records: Records) -> Records:
         if there:
             runs[key] = there
     return replace(coded, runs=runs)
-
-
-def runs_cell(entry: Comparison) -> Cell:
-    """Return the number of runs, and of the networks that they start from."""
-    return Cell(f"{entry.runs} / {entry.networks}" if entry.networks else str(entry.runs), entry.runs)
 
 
 def code_grid(table: Table, lines: list[Comparison], records: Records) -> Grid:
@@ -225,8 +218,8 @@ def authors_section(protocols: dict[str, Records]) -> list[Section]:
     if not grids:
         return []
     text = Text("The authors' repository has the logs of their own MNIST runs, so that whole curves can be compared.")
-    folded = [Fold("The curves", [Gallery(drawings)])] if drawings else []
-    return [Section("authors", "MNIST beside the authors' own runs", [text, *grids, *folded])]
+    curves = [Gallery(drawings)] if drawings else []
+    return [Section("authors", "MNIST beside the authors' own runs", [text, *grids, *curves], note="whole curves")]
 
 
 def _curves(records: Records, row: str) -> list[Curves]:

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Literal
 
 from cpnorm.lab.paper import tables as paper
-from cpnorm.lab.paper.tables import LayerRank, Published, Row, Table
+from cpnorm.lab.paper.tables import Published, Row, Table
 from cpnorm.lab.report.nested import Measure, by_network, last_accuracy, nested_difference
 from cpnorm.lab.report.records import Records, Run, that_learned
 from cpnorm.lab.report.statistics import (
@@ -209,16 +209,7 @@ def p_words(p: float | None) -> str:
     return text.replace(" ", "\xa0")
 
 
-# --- ranks and parameters ---------------------------------------------------------------------------------------------
-
-
-def exact_bound(layer: LayerRank) -> int:
-    """Return how many terms always suffice for a tensor of this size: its entries over its largest dimension.
-
-    >>> exact_bound(LayerRank("features.3", (64, 192, 3, 3), 571))
-    576
-    """
-    return math.prod(layer.size) // max(layer.size)
+# --- parameters ---------------------------------------------------------------------------------------------------
 
 
 def _parameters(row: Row, table: Table, records: Records) -> int | None:

@@ -50,6 +50,13 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Code:
+    """Lines to copy into a terminal."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Drawing:
     """One SVG with its caption."""
 
@@ -82,22 +89,23 @@ class Fold:
     blocks: Sequence[Block]
 
 
-Block = Grid | Text | Gallery | Explorer | Fold
+Block = Grid | Text | Code | Gallery | Explorer | Fold
 
 
 @dataclass
 class Section:
-    """A heading and the content below it."""
+    """A heading and the content below it; on the page, sections within a section are folded."""
 
     key: str
     title: str
     blocks: list[Block] = field(default_factory=list)
     sections: list[Section] = field(default_factory=list)
+    note: str = ""  # a few words beside the heading: the answer or the outcome
 
 
 @dataclass
 class Document:
-    """The whole report: a figure and a few sentences to remember, then the sections."""
+    """A whole page: a figure and a few sentences to remember, then the sections."""
 
     title: str
     lead: Drawing | None

@@ -11,6 +11,7 @@ from html import escape
 from typing import Any
 
 import matplotlib as mpl
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -49,6 +50,9 @@ STYLE = {
     "axes.spines.left": False,
     "axes.spines.right": False,
     "axes.spines.top": False,
+    "axes.prop_cycle": cycler(color=[INK[name] for name in ("s2", "s1", "s3", "s4", "s5", "s0")]),
+    "axes.titlecolor": INK["soft"],
+    "axes.titlesize": "medium",
     "figure.dpi": 72,  # so that all lengths are those of the SVG
     "font.size": 11.0,
     "grid.color": INK["rule"],

@@ -1,24 +1,73 @@
-"""What the report's explorer shows: trained networks, their lambdas, and the accuracy measured after every cut."""
+"""The report's explorer: trained networks, their lambdas, and the accuracy measured after every cut."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cpnorm.lab.paper import beyond
 from cpnorm.lab.paper import tables as paper
-from cpnorm.lab.report.document import MISSING, Cell, Column, Explorer, Grid, count, number, words
+from cpnorm.lab.report.document import Column, Explorer, Grid, Section, Text, count, number, words
+from cpnorm.lab.report.networks import DATA_NAMES, DENSE, OURS, Cut, name_of, network_name
 from cpnorm.lab.report.records import LARGEST, Records, Run, numbers
+from cpnorm.lab.report.statistics import summarize
 
 SHOWN_LAMBDAS = 100  # of a layer; more make the page heavy and the drawing no finer
 SHOWN_NETWORKS = 60
 
 
-def networks(records: Records) -> list[Mapping[str, Any]]:
-    """Return what the explorer shows, checked and thinned out, networks with the most cuts first.
+def section(records: Records, cuts: Sequence[Cut] = ()) -> Section:
+    """Return the section in which cuts of trained networks can be compared."""
+    found = [*trained_elsewhere(cuts), *networks(records)]
+    part = Section("explorer", "Explorer: cut a trained network")
+    if not found:
+        part.blocks.append(Text("No trained network with measured truncation is in the results yet."))
+        return part
+    part.blocks += [
+        Text(
+            "Choose a network to see every cut of it that was measured: one budget for all layers or the same share of "
+            "each, by criterion and refit, right after the cut and after fine-tuning. Where the slider is shown, it "
+            "removes the same share of each layer's terms, smallest |λ| first, without fine-tuning."
+        ),
+        Explorer(found),
+    ]
+    return part
 
-    Networks whose record does not hold together are left out.
+
+def trained_elsewhere(cuts: Sequence[Cut]) -> list[Mapping[str, Any]]:
+    """Return the networks of ``results/networks``: budgets for all layers, by method, with and without fine-tuning."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for cut in cuts:
+        name = f"{network_name(cut)} on {DATA_NAMES.get(cut.data, cut.data)}"
+        empty: dict[str, Any] = {
+            "name": name,
+            "parameters": None,
+            "rates": [],
+            "accuracy": [],
+            "layers": [],
+            "cuts": [],
+        }
+        network = found.setdefault((cut.network, cut.data), empty)
+        untrained, tuned = summarize(cut.untrained), summarize(cut.tuned)
+        if cut.method == DENSE:
+            network["parameters"] = cut.parameters
+        network["cuts"].append(
+            {
+                "name": DENSE if cut.method == DENSE else f"{name_of(cut)}, {100 * cut.share:g} %",
+                "parameters": cut.parameters,
+                "cut": untrained.mean if untrained else None,
+                "tuned": tuned.mean if tuned else None,
+                "peer": cut.method != OURS,
+            }
+        )
+    return list(found.values())
+
+
+def networks(records: Records) -> list[Mapping[str, Any]]:
+    """Return the networks trained here, checked and thinned out, those with the most cuts first.
+
+    Networks whose records contradict themselves are left out.
     """
     found: list[Mapping[str, Any]] = []
     for run in records.all_runs():
@@ -55,7 +104,7 @@ def _network(run: Run, explorer: Mapping[str, Any]) -> dict[str, Any] | None:
     ordered = sorted(zip(rates, accuracy, strict=True))
     return {
         "name": f"{run.row}, seed {run.seed}",
-        "weights": run.parameters,
+        "parameters": run.parameters,
         "rates": [rate for rate, _ in ordered],
         "accuracy": [value for _, value in ordered],
         "layers": layers,
@@ -114,17 +163,17 @@ def rate_grids(block: Explorer) -> list[Grid]:
     rows, cuts = [], []
     for network in block.networks:
         measured = dict(zip(network["rates"], network["accuracy"], strict=True))
-        rows.append([words(network["name"]), *(number(measured.get(rate)) for rate in rates)])
+        if measured:
+            rows.append([words(network["name"]), *(number(measured.get(rate)) for rate in rates)])
         for cut in network["cuts"]:
-            tuned = Cell(MISSING) if cut["tuned"] is None else number(cut["tuned"])
-            cuts.append(
-                [words(network["name"]), words(cut["name"]), count(cut["parameters"]), number(cut["cut"]), tuned]
-            )
+            cells = [count(cut["parameters"]), number(cut["cut"]), number(cut["tuned"])]
+            cuts.append([words(network["name"]), words(cut["name"]), *cells])
     columns = [
         Column("network", words=True),
         *(Column(f"{100 * rate:g} %", "accuracy after removing") for rate in rates),
     ]
-    grids = [Grid("The same share of every layer's terms removed, without fine-tuning", columns, rows)]
+    caption = "The same share of every layer's terms removed, without fine-tuning"
+    grids = [Grid(caption, columns, rows)] if rows else []
     if cuts:
         names = ("network", "cut")
         columns = [*(Column(name, words=True) for name in names), Column("parameters")]

@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 
+import cpnorm
 from cpnorm.lab.data.images import CLASSES, DataNotFoundError, load
 from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.paper.tables import Figure, Histogram
-from cpnorm.lab.report.comparison import exact_bound
-from cpnorm.lab.report.document import Drawing
+from cpnorm.lab.report.document import Drawing, Fold, Gallery, Section, Text
 from cpnorm.lab.report.drawing import INK, NOTE, finish, image_grid, legend, panel, style
 from cpnorm.lab.report.networks import DATA_NAMES
 from cpnorm.lab.report.records import Records, Run, numbers
 from cpnorm.lab.report.statistics import straightness
+
+FORWARD_ONLY = "beyond-batch/adam-free"  # vectors divided in the forward pass only, as in the authors' code
+
+
+def section(records: Records, data_dir: str | Path | None, earlier: Path) -> Section:
+    """Return the paper's figures that show results; those that cannot be drawn are named."""
+    by_key = {figure.key: figure for figure in paper.figures()}
+    after = by_key["lambda-after"]
+    if records.finished(FORWARD_ONLY):
+        after = replace(after, row=FORWARD_ONLY)
+    drawn: dict[str, list[Drawing | None]] = {
+        "samples": [*samples(data_dir, earlier)],
+        "lambda-progress": [lambda_progress(by_key["lambda-progress"], records)],
+        "lambda-before": [lambda_histogram(by_key["lambda-before"], "before", records)],
+        "lambda-after": [lambda_histogram(after, "after", records)],
+        "fit-rank": [fit_against_rank(by_key["fit-rank"], records)],
+    }
+    part = Section("figures", "The paper's figures")
+    absent = [by_key[key].title for key, drawings in drawn.items() if not any(drawings)]
+    images = [drawing for drawing in drawn.pop("samples") if drawing]
+    rest = [drawing for drawings in drawn.values() for drawing in drawings if drawing]
+    for title, drawings in (("Samples of the data sets", images), ("λ during training, and fit against rank", rest)):
+        part.blocks += [Fold(title, [Gallery(drawings)])] if drawings else []
+    if absent:
+        part.blocks.append(Text("; ".join(absent) + ".", lead="Not in these results:"))
+    return part
 
 
 def samples(data_dir: str | Path | None, earlier: Path) -> list[Drawing]:
@@ -104,16 +131,16 @@ def lambda_histogram(figure: Figure, when: str, records: Records) -> Drawing | N
 
 @style()
 def fit_against_rank(figure: Figure, records: Records) -> Drawing | None:
-    """Draw the fit of decompositions of growing rank, with the published rank and the bound that always suffices."""
+    """Draw the fit of decompositions of growing rank, with the published and the exact rank, which always suffices."""
     estimate = records.ranks.get(("alexnet-ranks", figure.layer or ""))
     if estimate is None or len(estimate.curve) < 2:
         return None
     layer = next(entry for entry in paper.ALEXNET_RANKS if entry.layer == figure.layer)
     points = sorted(estimate.curve)
-    bound = exact_bound(layer)
+    exact = cpnorm.exact_rank(layer.size)
     drawn, axes = panel("rank", "fit")
     axes.axvline(layer.rank, color=INK["ink"], linewidth=1.3, label=f"published rank {layer.rank}")
-    axes.axvline(bound, color=INK["s1"], linewidth=1.3, label=f"exact bound {bound}")
+    axes.axvline(exact, color=INK["s1"], linewidth=1.3, label=f"exact rank {exact}")
     axes.plot(*zip(*points, strict=True), color=INK["s2"], label="alternating least squares, ours")
     for rank, fit in points:
         axes.plot([rank], [fit], "o", color=INK["s2"], markersize=6, gid=f"{NOTE}rank {rank:g}: fit {fit:.3f}")

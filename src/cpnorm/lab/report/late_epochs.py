@@ -51,7 +51,7 @@ def still_rises(records: Records) -> Claim:
         ],
     )
     question = f"Does accuracy still rise in the last {-WINDOWS[0][0]} epochs?"
-    return Claim("ending", question, "", answer, explanation, grid if lines else None)
+    return Claim("late-epochs", question, "", answer, explanation, grid if lines else None)
 
 
 def _level(runs: list[Run], first: int, last: int | None) -> Summary | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
-from cpnorm.lab.report.document import Block, Document, Drawing, Fold, Gallery, Grid, Section, Text
+from cpnorm.lab.report.document import Block, Code, Document, Drawing, Fold, Gallery, Grid, Section, Text
 from cpnorm.lab.report.drawing import standalone
 from cpnorm.lab.report.explorer import rate_grids
 from cpnorm.lab.training.runs import RunError, write_atomically
@@ -62,7 +62,8 @@ def text(value: str) -> str:
 
 
 def _section(section: Section, level: int) -> list[str]:
-    parts = [f"{'#' * level} {text(section.title)}", *_blocks(section.blocks)]
+    note = [f"**{text(section.note)}**"] if section.note else []
+    parts = [f"{'#' * level} {text(section.title)}", *note, *_blocks(section.blocks)]
     for below in section.sections:
         parts += _section(below, level + 1)
     return parts
@@ -79,6 +80,8 @@ def _block(block: Block) -> list[str]:
         return [" ".join(part for part in (f"**{text(block.lead)}**" if block.lead else "", text(block.text)) if part)]
     if isinstance(block, Grid):
         return [_grid(block), f"*{text(block.caption)}*" if block.caption else ""]
+    if isinstance(block, Code):
+        return [f"```\n{block.text}\n```"]
     if isinstance(block, Gallery):
         return [_drawing(drawing) for drawing in block.drawings]
     if isinstance(block, Fold):

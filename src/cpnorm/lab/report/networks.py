@@ -7,7 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cpnorm.lab.report.document import Cell, Column, Grid, Section, Text, count, mean_sd, number, signed, words
+from cpnorm.lab.report.document import (
+    MISSING,
+    Cell,
+    Column,
+    Fold,
+    Grid,
+    Section,
+    Text,
+    count,
+    mean_sd,
+    number,
+    signed,
+    words,
+)
 from cpnorm.lab.report.records import LARGEST, RecordError, numbers
 from cpnorm.lab.report.statistics import summarize
 from cpnorm.lab.training.records import read_records
@@ -16,8 +29,6 @@ FOLDER = "networks"  # below the results
 OURS, DENSE = "cpnorm", "dense"
 NAMES = {"cpnorm": "cpnorm", "dense": "dense", "svd": "SVD", "whitened-svd": "whitened SVD"}
 NAMES |= {"torch-pruning": "Torch-Pruning", "tucker2": "Tucker-2", "cp-als": "CP by ALS", "tensorly-torch": "TensorLy"}
-
-
 NETWORKS = {"resnet18": "ResNet-18", "resnet20": "ResNet-20", "resnet56": "ResNet-56", "vgg16": "VGG-16"}
 DATA_NAMES = {"cifar10": "CIFAR-10", "svhn": "SVHN", "mnist": "MNIST", "digits": "digits"}
 
@@ -77,7 +88,7 @@ def network_name(cut: Cut) -> str:
 
 
 def section(cuts: Sequence[Cut]) -> Section | None:
-    """Return a table for every network, or None where none was cut."""
+    """Return cpnorm's cuts beside the best other method, and folded a table for every network; None without cuts."""
     if not cuts:
         return None
     text = (
@@ -86,10 +97,54 @@ def section(cuts: Sequence[Cut]) -> Section | None:
         "held-out training images. Fine-tuning is the same for all, and the dense network is fine-tuned as a control. "
         "Pruning is meant to be followed by training: a dash means that it was not measured."
     )
-    part = Section("networks", "Trained networks, cut beside other methods", [Text(text)])
-    for network in dict.fromkeys((cut.network, cut.data) for cut in cuts):
-        part.blocks.append(grid([cut for cut in cuts if (cut.network, cut.data) == network]))
+    part = Section("networks", "Trained networks, cut beside other methods", [headline_grid(cuts)])
+    part.blocks.append(Fold("How they were cut", [Text(text)]))
+    for network, data in dict.fromkeys((cut.network, cut.data) for cut in cuts):
+        lines = [cut for cut in cuts if (cut.network, cut.data) == (network, data)]
+        table = grid(lines)
+        methods = len({cut.method for cut in lines if cut.method != DENSE})
+        note = f"{methods} methods" if methods > 1 else "1 method"
+        part.sections.append(Section(f"networks-{network}-{data}", table.caption, [table], note=note))
     return part
+
+
+def headline_grid(cuts: Sequence[Cut]) -> Grid:
+    """Return what cpnorm keeps of every network at every share, beside the best other method there."""
+    rows = []
+    for ours in (cut for cut in cuts if cut.method == OURS):
+        there = [cut for cut in cuts if (cut.network, cut.data) == (ours.network, ours.data)]
+        peers = [cut for cut in there if cut.share == ours.share and cut.method != OURS]
+        dense = next((cut for cut in there if cut.method == DENSE), None)
+        untrained, tuned = summarize(ours.untrained), summarize(ours.tuned)
+        rows.append(
+            [
+                words(f"{network_name(ours)}, {DATA_NAMES.get(ours.data, ours.data)}"),
+                Cell(f"{100 * ours.share:g} %", ours.share),
+                count(ours.parameters),
+                number(untrained.mean if untrained else None),
+                _best([(name_of(cut), cut.untrained) for cut in peers]),
+                number(dense.untrained[0] if dense and dense.untrained else None),
+                mean_sd(tuned),
+                _best([(name_of(cut), cut.tuned) for cut in peers]),
+                mean_sd(summarize(dense.tuned) if dense else None),
+            ]
+        )
+    columns = [
+        Column("network", words=True),
+        Column("share"),
+        Column("parameters"),
+        *(Column(name, "without training, %") for name in ("cpnorm", "best other method", "dense")),
+        *(Column(name, "fine-tuned, %") for name in ("cpnorm", "best other method", "dense")),
+    ]
+    return Grid("Test accuracy after a cut to a share of the parameters", columns, rows)
+
+
+def _best(methods: Sequence[tuple[str, Sequence[float]]]) -> Cell:
+    found = [(summary.mean, name) for name, values in methods if (summary := summarize(values))]
+    if not found:
+        return Cell(MISSING)
+    accuracy, name = max(found)
+    return Cell(f"{accuracy:.2f}, {name}", accuracy)
 
 
 def grid(cuts: Sequence[Cut]) -> Grid:

@@ -53,17 +53,29 @@ def section(records: Records, drawn: Sequence[str]) -> Section:
         )
     )
     section.blocks += [Text(found)] if (found := story.low_rank(records, drawn)) else []
-    drawings = charts.accuracy_against_parameters(records, drawn)
-    if drawings:
-        section.blocks.append(Gallery(drawings))
+    if drawings := charts.accuracy_against_parameters(records, drawn):
+        section.blocks.append(Fold("Accuracy against parameters, by data set", [Gallery(drawings)]))
     titles = {table.key: table.title for table in beyond.TABLES}
-    unchanged = unchanged_rows()
-    for table, keys in own.items():
+    for index, (table, keys) in enumerate(own.items(), 1):
         keys = sorted(keys, key=lambda key: -max((run.parameters or 0 for run in records.finished(key)), default=0))
         title = titles.get(table, table)
-        grid = own_grid(title, keys, records)
-        section.blocks.append(Fold(title, [grid]) if all(key in unchanged for key in keys) else grid)
+        below = Section(f"own-{index}", title, [own_grid(title, keys, records)], note=_best(keys, records))
+        section.sections.append(below)
     return section
+
+
+def _best(keys: Sequence[str], records: Records) -> str:
+    """Return the best accuracy of a table and its parameters, in a few words."""
+    found = [
+        (last.mean, size.mean)
+        for key in keys
+        if (last := last_epochs(runs := records.finished(key)))
+        and (size := summarize(run.parameters for run in runs if run.parameters))
+    ]
+    if not found:
+        return ""
+    accuracy, parameters = max(found)
+    return f"{len(keys)} rows, up to {accuracy:.1f} % with {count(parameters).text} parameters"
 
 
 def own_grid(title: str, keys: Sequence[str], records: Records) -> Grid:

@@ -17,6 +17,16 @@ for (const table of document.querySelectorAll("table")) {
   }
 }
 
+// --- folded parts: a link into one opens it, and printing opens all ---
+
+function openTarget() {
+  const part = location.hash && document.getElementById(location.hash.slice(1))?.closest("details");
+  if (part) part.open = true;
+}
+addEventListener("hashchange", openTarget);
+addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((part) => (part.open = true)));
+openTarget();
+
 function sorted(rows, column, direction) {
   const key = (row) => {
     const cell = row.cells[column];
@@ -34,7 +44,7 @@ function sorted(rows, column, direction) {
 
 const explorer = document.querySelector(".explorer");
 if (explorer) {
-  const networks = JSON.parse(document.getElementById("networks").textContent);
+  const networks = JSON.parse(document.getElementById("explorer-networks").textContent);
   const find = (name) => explorer.querySelector(`[data-part=${name}]`);
   const select = find("network"), slider = find("rate"), course = find("course"), cuts = find("cuts"), layers = find("layers");
   networks.forEach((network, index) => select.append(new Option(network.name, index)));
@@ -44,6 +54,14 @@ if (explorer) {
   choose(networks[0]);
 
   function choose(network) {
+    const slides = network.rates.length > 0;
+    for (const name of ["slider", "spectra"]) find(name).hidden = !slides;
+    explorer.querySelector(".figures").hidden = !slides;
+    if (!slides) {
+      course.replaceChildren(drawCourse(network, null), element("p", {}, explain(network)));
+      cuts.replaceChildren(...listCuts(network));
+      return;
+    }
     const before = slider.dataset.rate === undefined ? 0.5 : Number(slider.dataset.rate);
     slider.max = network.rates.length - 1;
     const distance = (index) => Math.abs(network.rates[index] - before);
@@ -54,13 +72,13 @@ if (explorer) {
   function cutAt(network, rate) {
     return network.layers.map((layer) => {
       const kept = Math.max(1, layer.rank - Math.floor(layer.rank * rate + 1e-9));
-      return { ...layer, kept, weights: kept * layer.term };
+      return { ...layer, kept, parameters: kept * layer.term };
     });
   }
 
   function left(network, rate) {
     const cut = cutAt(network, rate);
-    const whole = network.weights ?? cut.reduce((total, layer) => total + layer.rank * layer.term, 0);
+    const whole = network.parameters ?? cut.reduce((total, layer) => total + layer.rank * layer.term, 0);
     return whole - cut.reduce((total, layer) => total + (layer.rank - layer.kept) * layer.term, 0);
   }
 
@@ -74,7 +92,7 @@ if (explorer) {
     const terms = sum((layer) => layer.rank), kept = sum((layer) => layer.kept);
     const whole = left(network, 0), now = left(network, rate);
     put("accuracy", `${network.accuracy[index].toFixed(2)} %`, `${change(network.accuracy[index] - network.accuracy[0])} points`);
-    put("weights", short(now), `${percent(now / whole)} of ${short(whole)}`);
+    put("parameters", short(now), `${percent(now / whole)} of ${short(whole)}`);
     put("terms", kept.toLocaleString("en"), `of ${terms.toLocaleString("en")}`);
     const measured = cut.every((layer) => layer.flops !== null);
     find("flops").parentElement.hidden = !measured;
@@ -88,8 +106,8 @@ if (explorer) {
   }
 
   function explain(network) {
-    const line = "Line: the same share of every layer removed, without fine-tuning.";
-    return network.cuts.length ? `${line} Hollow: other cuts, before fine-tuning. Filled: after it.` : line;
+    const line = network.rates.length ? "Line: the same share of every layer removed, without fine-tuning." : "";
+    return network.cuts.length ? `${line} Hollow: measured cuts, before fine-tuning. Filled: after it.${network.cuts.some((cut) => cut.peer) ? " Grey: other methods." : ""}`.trim() : line;
   }
 
   function listCuts(network) {
@@ -126,10 +144,10 @@ if (explorer) {
       svg.append(shape("text", { x: x(size), y: bottom + 17, "text-anchor": anchor }, short(size)));
     }
     svg.append(shape("text", { x: (start + end) / 2, y: height - 4, "text-anchor": "middle" }, "parameters, logarithmic"));
-    svg.append(shape("path", { class: "line s2", d: `M${line.map(([size, value]) => `${x(size).toFixed(1)} ${y(value).toFixed(1)}`).join("L")}` }));
+    if (line.length) svg.append(shape("path", { class: "line s2", d: `M${line.map(([size, value]) => `${x(size).toFixed(1)} ${y(value).toFixed(1)}`).join("L")}` }));
     line.forEach(([size, value], k) => svg.append(shape("circle", { class: "dot s2", cx: x(size), cy: y(value), r: k === index ? 6 : 3 })));
     for (const [size, value, cut, style] of marks) {
-      const mark = shape("circle", { class: style, cx: x(size), cy: y(value), r: 4.5 });
+      const mark = shape("circle", { class: cut.peer ? `${style} peer` : style, cx: x(size), cy: y(value), r: 4.5 });
       mark.append(shape("title", {}, `${cut.name}: ${value.toFixed(2)} %`));
       svg.append(mark);
     }
@@ -151,7 +169,7 @@ if (explorer) {
     const box = element("div", {});
     box.append(
       element("h4", {}, layer.name),
-      element("p", {}, `${layer.kept} of ${layer.rank} terms, ${short(layer.weights)} parameters`),
+      element("p", {}, `${layer.kept} of ${layer.rank} terms, ${short(layer.parameters)} parameters`),
       svg,
     );
     return box;
@@ -162,7 +180,7 @@ if (explorer) {
   }
 }
 
-// --- small things ---
+// --- elements, shapes and numbers ---
 
 function element(name, attributes, text) {
   return fill(document.createElement(name), attributes, text);
