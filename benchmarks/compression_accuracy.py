@@ -36,7 +36,7 @@ import timing
 from compressors import METHODS
 from cpnorm.lab.data import pretrained
 from cpnorm.lab.data.images import ImageSet, load
-from cpnorm.lab.training.evaluation import accuracy, calibration_batches, reestimate_batch_norm
+from cpnorm.lab.training.evaluation import accuracy, calibration_batches
 from cpnorm.lab.training.finetune import Recipe, finetune
 from cpnorm.lab.training.forward import use_arithmetic
 from cpnorm.lab.training.models import build
@@ -172,7 +172,7 @@ class Run:
         self._synchronize()
         seconds = round(time.perf_counter() - started, 3)
         refreshed = copy.deepcopy(model)
-        reestimate_batch_norm(refreshed, [images for images, _ in self.calibration])
+        cpnorm.reestimate_batch_norm(refreshed, self.calibration)
         held_out = [accuracy(each, self.held_out) for each in (model, refreshed)]
         tested = [accuracy(each, self.data) for each in (model, refreshed)]
         if held_out[1] > held_out[0]:

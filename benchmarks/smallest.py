@@ -159,9 +159,9 @@ def goal_table(runs: Mapping[str, Sequence[Record]], measured: Mapping[str, Any]
         cost = measured.get("networks", {}).get(folder_name(goal.row), {})
         reached, count = "not run", "–"
         if here:
-            met = mean(here) >= goal.accuracy and here[0]["weights"] <= goal.parameters
-            reached, count = f"{accuracy(here)}: {'**met**' if met else 'not met'}", f"{here[0]['weights']:,}"
-        dense = f"{accuracy(control)} at {control[0]['weights']:,}" if control else "–"
+            met = mean(here) >= goal.accuracy and here[0]["parameters"] <= goal.parameters
+            reached, count = f"{accuracy(here)}: {'**met**' if met else 'not met'}", f"{here[0]['parameters']:,}"
+        dense = f"{accuracy(control)} at {control[0]['parameters']:,}" if control else "–"
         flops = " / ".join(f"{cost[k] / 1e6:.1f}" for k in ("flops_factorised", "flops_dense") if k in cost) or "–"
         times = " / ".join(f"{cost[k]:.2f}" for k in ("ms_factorised", "ms_dense") if k in cost) or "–"
         lines.append(f"| {goal.name} | {reached} | {count} | `{goal.row}` | {dense} | {flops} | {times} |")
@@ -186,7 +186,7 @@ def pilot_table(folder: Path = RESULTS) -> str:
         curve = record["curve"]
         held_out, trained = curve["validation_accuracy"][-1], curve["train_accuracy"][-1]
         key = record["row"].partition("/")[2]
-        lines.append(f"| `{key}` | {record['weights']:,} | {record['epochs']} | {held_out:.2f} | {trained:.2f} |")
+        lines.append(f"| `{key}` | {record['parameters']:,} | {record['epochs']} | {held_out:.2f} | {trained:.2f} |")
     return "\n".join(lines)
 
 
@@ -216,7 +216,7 @@ def draw(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
             ours = [list(found) for found in runs.values() if found[0]["config"]["data"] == data]
             for norm, colour, label in (("cp", "#d9731a", "canonical"), ("none", "#3b7dd8", "dense, same recipe")):
                 here = [found for found in ours if found[0]["config"]["norm"] == norm]
-                points = sorted((found[0]["weights"], mean(found)) for found in here)
+                points = sorted((found[0]["parameters"], mean(found)) for found in here)
                 if points:
                     axes.plot(*zip(*points, strict=True), "o", color=colour, markersize=6, label=label)
             others = [other for other in OTHERS if other[0] == data]

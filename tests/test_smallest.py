@@ -31,7 +31,7 @@ def test_a_committed_network_is_the_one_of_its_record(path: Path) -> None:
     run = RunFolder(path)
     network, record = trained_network(run), run.record()
     assert record is not None
-    assert sum(p.numel() for p in network.parameters()) == record["weights"]
+    assert sum(p.numel() for p in network.parameters()) == record["parameters"]
     assert (run / "model.safetensors").stat().st_size < 500_000
     (key,) = (key for key in ROWS if smallest.folder_name(key) == path.name)
     assert Config.from_json(record["config"]) == ROWS[key].config.replace(seed=run.config().seed)

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from cpnorm.lab.paper.reproduce import Results
+from cpnorm.lab.paper.jobs import Results
 from cpnorm.lab.training.jsonfiles import parse_object
 from cpnorm.lab.training.runs import RunError, RunFolder
 from trust.workers import Hardship, last_words, start
@@ -107,7 +107,7 @@ def outcome(folder: Path, job: str) -> Any:
         return sorted(path.name for path in (folder / "data").iterdir())
     if job == "queue":
         lines = [json.loads(line) for line in (folder / "results/tiny.jsonl").read_text().splitlines()]
-        return sorted((line["row"], line["seed"], line["weights"], json.dumps(line["curve"])) for line in lines)
+        return sorted((line["row"], line["seed"], line["parameters"], json.dumps(line["curve"])) for line in lines)
     run = RunFolder(folder / "run")
     lines = [{key: value for key, value in line.items() if key != "seconds"} for line in run.metrics()]
     model = {key: value.tolist() for key, value in load_file(run / "model.safetensors").items()}

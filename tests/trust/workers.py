@@ -70,16 +70,10 @@ def compress_digits(source: Path, out: Path, data: ImageSet | None = None) -> No
 def queue(folder: Path) -> None:
     """Two seeds of a training and of a compression of it."""
     reproduce.load = lambda *_: digits()
-    work = folder / "work"
-    reproduce.reproduce(
-        ["tiny"],
-        seeds=range(2),
-        results=folder / "results",
-        work=work,
-        protocol=PROTOCOL,
-        options=OFTEN,
-        parallel_runs=1,
+    request = reproduce.Request(
+        ["tiny"], range(2), folder / "results", folder / "work", PROTOCOL, OFTEN, parallel_runs=1
     )
+    reproduce.reproduce(request)
 
 
 def fetch(folder: Path) -> None:

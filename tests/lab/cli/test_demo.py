@@ -68,10 +68,10 @@ def test_the_whole_story(tmp_path: Path) -> None:
     for network in story.networks:
         record = RunFolder(network.folder).record()
         assert record is not None
-        assert (network.accuracy, network.weights) == (record["test_accuracy_last"], record["weights"])
+        assert (network.accuracy, network.parameters) == (record["test_accuracy_last"], record["parameters"])
         assert network.milliseconds > 0
         assert f"{network.name}: {network.accuracy} %" in said.getvalue()  # without a terminal, a line each
-    sizes = [network.weights for network in story.networks[2:]]
+    sizes = [network.parameters for network in story.networks[2:]]
     assert sizes == sorted(sizes, reverse=True)
     assert all((network.accuracy_cut is None) == (number < 3) for number, network in enumerate(story.networks))
 
@@ -80,7 +80,7 @@ def test_the_whole_story(tmp_path: Path) -> None:
     assert page.fetched == []  # everything is in the page
     assert page.tags.count("svg") == 4  # accuracy against parameters, curves, lambdas, images
     assert [name for name in page.names if name in names] == names
-    assert f"{story.networks[-1].weights:,}" in page.cells
+    assert f"{story.networks[-1].parameters:,}" in page.cells
     assert "prefers-color-scheme" in text
     json.dumps(story.to_json())
 
@@ -107,4 +107,4 @@ def test_the_real_demo(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "CPNORM_COMMIT": "x"})
     story = json.loads(done.stdout)
     assert min(network["accuracy"] for network in story["networks"]) > 95
-    assert story["networks"][-1]["weights"] < 0.3 * story["networks"][0]["weights"]
+    assert story["networks"][-1]["parameters"] < 0.3 * story["networks"][0]["parameters"]

@@ -62,7 +62,7 @@ def test_tables_fit_a_terminal_and_say_what_is_there(run: Path) -> None:
     record = found.record
     assert record is not None
     result = printed(inspect.result_table(found))
-    assert f"{record['weights']:,}" in result
+    assert f"{record['parameters']:,}" in result
     assert f"{record['test_accuracy_last']:.2f} %" in result
     layers, lambdas = printed(inspect.layer_table(found)), printed(inspect.lambda_table(found))
     assert "…" not in layers + lambdas  # nothing was cut off

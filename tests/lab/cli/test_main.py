@@ -87,7 +87,7 @@ def test_train_evaluate_inspect(trained: Path, tmp_path: Path, capsys: pytest.Ca
     assert list((trained / "tensorboard").glob("events*"))
     out, err = run("evaluate", trained, "--device", "cpu", "--json")
     assert json.loads(out)["test_accuracy"] == pytest.approx(record["test_accuracy_last"], abs=1e-3)
-    assert json.loads(out)["weights"] == record["weights"]
+    assert json.loads(out)["parameters"] == record["parameters"]
     assert json.loads(out)["same_data"]
     assert err == ""
     assert main.main(["inspect", str(trained), "--json", "--plots", str(tmp_path)]) == 0
@@ -139,7 +139,7 @@ def test_compress_and_export(trained: Path, tmp_path: Path, images: ImageSet) ->
     assert err == ""
     assert record["epochs"] == 1
     assert record["config"]["lr"] == 0.003  # of the run it came from
-    assert record["weights"] < 0.55 * (RunFolder(trained).record() or {})["weights"]
+    assert record["parameters"] < 0.55 * (RunFolder(trained).record() or {})["parameters"]
 
     program, onnx = tmp_path / "digits.pt2", tmp_path / "digits.onnx"
     out, _ = run("export", small, "--torch", program, "--onnx", onnx, "--factorize", "--json")
@@ -154,8 +154,8 @@ def test_compress_and_export(trained: Path, tmp_path: Path, images: ImageSet) ->
 
     few = json.loads(run("export", small, "--onnx", onnx, "--goal", "parameters", "--json")[0])
     dense, _ = run("export", small, "--onnx", onnx)
-    assert few["weights"] < 1.2 * few["weights_of_run"]
-    assert f"the run has {record['weights']:,} parameters: --goal parameters keeps the layers small" in dense
+    assert few["parameters"] < 1.2 * few["parameters_of_run"]
+    assert f"the run has {record['parameters']:,} parameters: --goal parameters keeps the layers small" in dense
 
 
 # --- stops and kills --------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_divergence_has_its_own_code(tmp_path: Path, capsys: pytest.CaptureFixtu
 # --- errors and help --------------------------------------------------------------------------------------------------
 
 ERRORS = {
-    "no run": (["evaluate", "nowhere"], 1, "nowhere holds no run"),
+    "no run": (["evaluate", "nowhere"], 1, "nowhere is not the folder of a run: there is no such folder"),
     "no data": (["train", "--data", "svhn", "--out", "run", "--data-dir", "nowhere"], 1, "cpnorm data get svhn"),
     "no such data": (["data", "get", "imagenet"], 1, "expected a data set among digits, mnist"),
     "no server": (["data", "get", "mnist", "--data-dir", "data", "--address", "http://127.0.0.1:9"], 1, "127.0.0.1:9"),
@@ -234,7 +234,11 @@ ERRORS = {
     "no rank": (["train", "--rank", "high"], 2, "expected a rank such as 64, 0.25, exact, paper"),
     "no time": (["train", "--time-limit", "soon", "--out", "run"], 2, "expected a time such as 90s, 9m or 1h30m"),
     "no epochs": (["train", "--epochs", "-1"], 2, "expected epochs >= 0, got -1"),
-    "no row": (["train", "--preset", "cifar10/none"], 2, "expected a row among cifar10/none-sgd"),
+    "no row": (
+        ["train", "--preset", "cifar10/none"],
+        2,
+        "no row is named 'cifar10/none'; did you mean cifar10/none-sgd?",
+    ),
     "no training": (["train", "--preset", "compress-cifar10/25"], 2, "compresses the runs of cifar10/cp-sgd"),
     "ours": (["train", "--preset", "beyond-compress/50"], 2, "compresses the runs of beyond-batch/adam-64"),
     "no file": (["export", "run"], 2, "expected --onnx FILE or --torch FILE"),

@@ -111,7 +111,7 @@ def test_a_network_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert main.main([*words, "--model", "mine:network", "--rank", "exact", "--init", "exact", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["config"]["model"] == "mine:network"
-    assert record["weights"] > 0
+    assert record["parameters"] > 0
     assert main.main(["evaluate", "run", "--device", "cpu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["test_accuracy"] == pytest.approx(record["test_accuracy_last"], abs=1e-3)
     assert RunFolder("run").config().model == "mine:network"

@@ -14,9 +14,10 @@ import cpnorm
 from cpnorm.lab.data.images import ImageSet, load
 from cpnorm.lab.paper import protocols, reproduce
 from cpnorm.lab.paper import tables as paper
+from cpnorm.lab.paper.jobs import Job, Results, base_of, missing_jobs
 from cpnorm.lab.paper.protocols import CODE, WORDS, Protocol
 from cpnorm.lab.paper.rank_tables import authors_rank, missing_ranks
-from cpnorm.lab.paper.reproduce import Job, Results, missing_jobs
+from cpnorm.lab.paper.reproduce import Request
 from cpnorm.lab.paper.tables import Row, Table
 from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.run_networks import trained_network
@@ -115,7 +116,7 @@ def test_seeds_are_dealt_out_to_the_best_networks(tmp_path: Path) -> None:
         store.append({**line, "test_accuracy_last": 90.0 - seed, "test_accuracy_best": best})
     assert (tmp_path / "code/svhn.jsonl").exists()
     cut = CODE.row("compress-svhn/50")
-    bases = [reproduce.base_of(Job(cut, seed, protocol=CODE), store.done()) for seed in range(6)]
+    bases = [base_of(Job(cut, seed, protocol=CODE), store.done()) for seed in range(6)]
     assert [base.seed for base in bases] == [1, 2, 0, 1, 2, 0]
 
 
@@ -134,9 +135,7 @@ def test_a_cut_from_the_best_epoch(tmp_path: Path) -> None:
         start_networks=2,
     )
     tiny = Protocol("tiny", {"tiny": Table("tiny", "", "", rows=(base, cut))}, folder="tiny")
-    left = reproduce.reproduce(
-        ["tiny"], seeds=range(2), results=tmp_path, work=tmp_path / "work", protocol=tiny, options=CPU
-    )
+    left = reproduce.reproduce(Request(["tiny"], range(2), tmp_path, tmp_path / "work", tiny, CPU))
     assert left == []
     lines = Results(tmp_path, tiny).lines()
     by_seed = {line["seed"]: line for line in lines if line["row"] == base.key}
@@ -205,7 +204,7 @@ def test_sigma_and_biases_alone_are_trained(optimizer: str, digits: ImageSet) ->
     for name, value in trainer.model.state_dict().items():
         moves = name.endswith(("sigma", "bias"))
         assert torch.equal(value, before[name]) == (not moves), name
-    assert trainer.weights == sum(value.numel() for value in before.values())
+    assert trainer.parameters == sum(value.numel() for value in before.values())
 
 
 def test_building_a_network_leaves_the_random_state_alone(digits: ImageSet) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from cpnorm.lab.cli import main
 from cpnorm.lab.paper import ray_engine
-from cpnorm.lab.paper.reproduce import Job
+from cpnorm.lab.paper.jobs import Job
 from cpnorm.lab.paper.tables import Row
 from cpnorm.lab.training.truncation import Truncation
 from tiny_queue import CUT, LONG, PREPARE, TABLE, assert_everything_once, epochs_saved, holder, write_data

@@ -25,9 +25,10 @@ from cpnorm.lab.data.digests import WrongDataError
 from cpnorm.lab.data.images import load
 from cpnorm.lab.paper import beyond, rank_tables, reproduce
 from cpnorm.lab.paper import tables as paper
+from cpnorm.lab.paper.jobs import Job, Results, base_of, missing_jobs, networks_to_retrain
 from cpnorm.lab.paper.progress import expected_seconds
 from cpnorm.lab.paper.protocols import WORDS, Protocol
-from cpnorm.lab.paper.reproduce import Job, Results, missing_jobs
+from cpnorm.lab.paper.reproduce import Request
 from cpnorm.lab.paper.tables import Row, Table
 from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.driver import Stop
@@ -87,12 +88,10 @@ def job(row: Row, seed: int, **options: Any) -> Job:
 
 
 def run(folder: Path, seeds: int = 2, **options: Any) -> list[Job]:
-    return reproduce.reproduce(
-        ["tiny"],
-        seeds=range(seeds),
-        results=folder / "results",
-        **({"work": folder / "work", "protocol": PROTOCOL, "announce": lambda _: None} | options),
-    )
+    how = {key: options.pop(key) for key in ("wait", "observers", "announce") if key in options}
+    given = {"work": folder / "work", "protocol": PROTOCOL} | options
+    request = Request(["tiny"], range(seeds), folder / "results", **given)
+    return reproduce.reproduce(request, **({"announce": lambda _: None} | how))
 
 
 def test_everything_missing_is_run_once(tmp_path: Path) -> None:
@@ -105,7 +104,7 @@ def test_everything_missing_is_run_once(tmp_path: Path) -> None:
         ("tiny/cut", 1),
     ]
     base, cut = lines[0], lines[2]
-    assert base["weights"] > cut["weights"]
+    assert base["parameters"] > cut["parameters"]
     assert base["truncation_settings"] is None
     assert cut["truncation_settings"] == {"rate": 0.5, "start": "same", "networks": 1}
     assert base["protocol"] == "tiny"
@@ -143,7 +142,7 @@ def test_a_chain_of_cuts_is_made_again_from_its_beginning(tmp_path: Path, monkey
     assert run(tmp_path, seeds=1, protocol=chain) == []
     path = tmp_path / "results/tiny.jsonl"
     lines = path.read_text().splitlines()
-    weights = [json.loads(line)["weights"] for line in lines]
+    weights = [json.loads(line)["parameters"] for line in lines]
     assert weights == sorted(weights, reverse=True)
     path.write_text("\n".join(lines[:2]) + "\n")
     said: list[str] = []
@@ -153,7 +152,7 @@ def test_a_chain_of_cuts_is_made_again_from_its_beginning(tmp_path: Path, monkey
         "tiny/cut: seeds 0 (network only)",
         "tiny/again: seeds 0",
     ]
-    assert json.loads(path.read_text().splitlines()[2])["weights"] == weights[2]
+    assert json.loads(path.read_text().splitlines()[2])["parameters"] == weights[2]
 
 
 def test_a_cut_that_was_begun_goes_on_whatever_network_is_the_best_now(
@@ -208,7 +207,7 @@ def test_a_failing_row_does_not_stop_the_others(tmp_path: Path, monkeypatch: pyt
 
 def test_rows_that_do_not_exist_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown rows: mnist/nosuch; there are mnist/none-sgd, "):
-        reproduce.missing_jobs(["mnist/nosuch"], [0], Results(tmp_path))
+        missing_jobs(["mnist/nosuch"], [0], Results(tmp_path))
 
 
 def test_a_run_that_diverges_is_a_line_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,9 +226,9 @@ def test_the_best_network_is_one_that_did_not_diverge(tmp_path: Path) -> None:
             {"table": "tiny", "row": BASE.key, "seed": seed, "test_accuracy_last": final, "diverged": diverged}
         )
     best = dataclasses.replace(CUT, start="best")
-    assert reproduce.base_of(job(best, 0), store.done()) == Job(BASE, 2, retrain_only=True)
-    assert reproduce.base_of(job(CUT, 1), store.done()) == Job(BASE, 1, retrain_only=True)
-    assert reproduce.base_of(job(BASE, 0), store.done()) is None
+    assert base_of(job(best, 0), store.done()) == Job(BASE, 2, retrain_only=True)
+    assert base_of(job(CUT, 1), store.done()) == Job(BASE, 1, retrain_only=True)
+    assert base_of(job(BASE, 0), store.done()) is None
 
 
 def test_a_claimed_job_is_left_to_its_owner(tmp_path: Path) -> None:
@@ -419,10 +418,8 @@ def test_networks_to_be_trained_again_are_known_beforehand(tmp_path: Path) -> No
     left = missing_jobs(["tiny"], range(1), store)
     assert left == []
     cut = [job(CUT, 0)]
-    assert reproduce.networks_to_retrain(cut, store.done(), tmp_path / "work") == []
-    assert [str(job) for job in reproduce.networks_to_retrain(cut, store.done(), tmp_path / "elsewhere")] == [
-        "tiny/base, seed 0"
-    ]
+    assert networks_to_retrain(cut, store.done(), tmp_path / "work") == []
+    assert [str(job) for job in networks_to_retrain(cut, store.done(), tmp_path / "elsewhere")] == ["tiny/base, seed 0"]
 
 
 def test_a_seed_that_is_no_number_is_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cpnorm.lab.paper.reproduce import Job
+from cpnorm.lab.paper.jobs import Job
 from tiny_queue import LONG, PREPARE, assert_everything_once, epochs_saved, holder, write_data
 
 SCRIPT = Path(__file__).parents[3] / "examples/slurm/reproduce.sh"

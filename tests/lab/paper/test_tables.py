@@ -110,7 +110,7 @@ class TestTables:
             mean, _, sd = spread.partition("±")
             published = row.published
             assert (published.max, published.mean, published.sd) == (number(maximum), float(mean), number(sd))
-            assert published.weights == (pytest.approx(float(millions) * 1e6) if millions else None)
+            assert published.parameters == (pytest.approx(float(millions) * 1e6) if millions else None)
             if lr:
                 assert row.finetuning.lr == float(lr)
 
@@ -251,7 +251,9 @@ class TestWeights:
 
     BEYOND: Mapping[str, int] = {"alexnet": 8 + 2698, "lenet": 4 + 234}  # sigmas and biases, which stay
 
-    @pytest.mark.parametrize("key", [row.key for row in paper.rows() if row.published.weights and row.table != "tai"])
+    @pytest.mark.parametrize(
+        "key", [row.key for row in paper.rows() if row.published.parameters and row.table != "tai"]
+    )
     def test_the_published_count(self, key):
         row = paper.row(key)
         model = row.config.model
@@ -264,7 +266,7 @@ class TestWeights:
             count = plain + (outputs if row.config.norm == "weight" else 0)
         rounded = model == "alexnet" and row.config.norm != "cp"  # 6.98: the one number that is rounded
         expected = round(count, -4) if rounded else cut_to_two_decimals(count)
-        assert row.published.weights == pytest.approx(expected)
+        assert row.published.parameters == pytest.approx(expected)
 
     def test_the_comparison_with_tai_counts_four_convolutions(self):
         table = paper.table("tai")

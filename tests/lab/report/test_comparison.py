@@ -6,8 +6,8 @@ import random
 import pytest
 from scipy import stats
 
-import synthetic_results
 import cpnorm
+import synthetic_results
 from cpnorm.lab.paper import beyond
 from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.report.ablations import explanations

@@ -64,7 +64,7 @@ def test_the_largest_terms_stay(canonical: Path, digits: ImageSet, tmp_path: Pat
         assert torch.allclose(
             after[name].weight, layer.cp.select(kept).to_dense().reshape(layer.weight.shape), atol=1e-6
         )
-    assert record["weights"] == sum(p.numel() for p in trained_network(RunFolder(tmp_path)).parameters())
+    assert record["parameters"] == sum(p.numel() for p in trained_network(RunFolder(tmp_path)).parameters())
     trainer = Trainer(CONFIG, digits, CPU, model=trained_network(RunFolder(tmp_path)))
     accuracy = trainer.evaluate(digits.test_images, digits.test_labels)[1]
     assert (
@@ -161,7 +161,7 @@ def test_low_rank_form_of_a_plain_network(plain: Path, digits: ImageSet, tmp_pat
     record = compress(plain, Truncation(tai_ranks=ranks), config, out=tmp_path, data=digits, options=CPU)
     model = trained_network(RunFolder(tmp_path)).eval()
     assert model.get_submodule("features.2.vertical").weight.shape == (5, 32, 3, 1)
-    assert record["weights"] == sum(p.numel() for p in model.parameters())
+    assert record["parameters"] == sum(p.numel() for p in model.parameters())
     trainer = Trainer(config, digits, CPU, model=model)
     assert trainer.evaluate(digits.test_images, digits.test_labels)[1] == pytest.approx(
         record["test_accuracy_last"], abs=1e-3
@@ -171,7 +171,7 @@ def test_low_rank_form_of_a_plain_network(plain: Path, digits: ImageSet, tmp_pat
 def test_nothing_to_cut(plain: Path, digits: ImageSet, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no canonical layer to truncate"):
         compress(plain, Truncation(rate=0.5), CONFIG, out=tmp_path / "a", data=digits, options=CPU)
-    with pytest.raises(RunError, match="holds no run"):
+    with pytest.raises(RunError, match="is not the folder of a run: there is no such folder"):
         compress(tmp_path / "nowhere", Truncation(rate=0.5), CONFIG, out=tmp_path / "b", data=digits, options=CPU)
     begun = RunFolder(tmp_path / "begun")
     with begun.claimed(CONFIG), pytest.raises(RunError, match="no trained network yet"):

@@ -11,7 +11,7 @@ from torch import nn
 
 import cpnorm
 from cpnorm.lab.data.images import ImageSet, load
-from cpnorm.lab.training.evaluation import accuracy, calibration_batches, prepared, reestimate_batch_norm
+from cpnorm.lab.training.evaluation import accuracy, calibration_batches, prepared
 from cpnorm.lab.training.finetune import Recipe, finetune
 
 
@@ -129,22 +129,6 @@ def test_learning_rates() -> None:
     assert recipe.learning_rate(1) == pytest.approx(0.4)
     assert recipe.learning_rate(6) == pytest.approx(0.2)
     assert recipe.learning_rate(11) == pytest.approx(0)
-
-
-def test_statistics_are_those_of_the_images(digits: ImageSet) -> None:
-    model = network()
-    batches = [x for x, _ in calibration_batches(digits, 400, batch=200, mode="none")]
-    model.eval()
-    weights = [p.clone() for p in model.parameters()]
-    assert reestimate_batch_norm(model, batches) == 2
-    assert not model.training
-    first = model[0]
-    values = [first(x).detach().transpose(0, 1).flatten(1) for x in batches]
-    torch.testing.assert_close(model[1].running_mean, torch.stack([v.mean(1) for v in values]).mean(0))
-    torch.testing.assert_close(model[1].running_var, torch.stack([v.var(1) for v in values]).mean(0))
-    assert model[1].momentum == 0.1
-    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
-    assert reestimate_batch_norm(nn.Linear(2, 2), []) == 0
 
 
 def test_calibration_images_are_augmented_as_in_training(digits: ImageSet) -> None:

@@ -83,7 +83,7 @@ def test_the_lab_trains_a_thin_network() -> None:
         norm="cp", init="kaiming_normal", optimizer="adam", lr=0.01, epochs=4, batch_size=32,
     )  # fmt: skip
     trainer = Trainer(config, data, Options("cpu", compile=False))
-    assert trainer.weights == parameters(build_model(config, data, torch.device("cpu")))
+    assert trainer.parameters == parameters(build_model(config, data, torch.device("cpu")))
     for _ in trainer.run():
         pass
     assert trainer.history[-1]["loss"] < 0.8 * trainer.history[0]["loss"]

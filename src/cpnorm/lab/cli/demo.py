@@ -103,7 +103,7 @@ class Network:
 
     name: str
     folder: str
-    weights: int
+    parameters: int
     accuracy_cut: float | None  # after truncation, before fine-tuning
     accuracy: float
     milliseconds: float  # for one image on the CPU
@@ -127,8 +127,8 @@ class Story:
             rows.append(
                 [
                     network.name,
-                    f"{network.weights:,}",
-                    f"{100 * network.weights / self.networks[0].weights:.0f} %",
+                    f"{network.parameters:,}",
+                    f"{100 * network.parameters / self.networks[0].parameters:.0f} %",
                     "" if network.accuracy_cut is None else f"{network.accuracy_cut:.1f} %",
                     f"{network.accuracy:.1f} %",
                     f"{network.milliseconds:.2f} ms",
@@ -158,7 +158,7 @@ def compare(plan: Sequence[Chapter], data: ImageSet) -> list[Network]:
         record = chapter.folder.record() or {}
         cut = record.get("truncation_result", {}).get("accuracy_cut")
         last, taken = record["test_accuracy_last"], milliseconds[chapter.name]
-        networks.append(Network(chapter.name, str(chapter.folder.path), record["weights"], cut, last, taken))
+        networks.append(Network(chapter.name, str(chapter.folder.path), record["parameters"], cut, last, taken))
     return networks
 
 
@@ -181,12 +181,12 @@ def page(story: Story, plan: Sequence[Chapter], data: ImageSet, seed: int) -> Do
     """Return the page of the demo, with the parts and the look of the report."""
     plain, *cut = story.networks[0], *story.networks[3:]
     good = [network for network in cut if network.accuracy > plain.accuracy - 1]
-    hero = min(good, key=lambda n: n.weights) if good else max(cut, key=lambda n: n.accuracy)
-    share = f"{100 * hero.weights / plain.weights:.0f} %"
+    hero = min(good, key=lambda n: n.parameters) if good else max(cut, key=lambda n: n.accuracy)
+    share = f"{100 * hero.parameters / plain.parameters:.0f} %"
     header, *rows = story.rows()
     columns = [Column(header[0], words=True), *(Column(name) for name in header[1:])]
     table = Grid("", columns, [[words(row[0]), *(Cell(text, _number(text)) for text in row[1:])] for row in rows])
-    points = {network.name: (network.weights, network.accuracy) for network in story.networks}
+    points = {network.name: (network.parameters, network.accuracy) for network in story.networks}
     lines = {chapter.name: chapter.folder.metrics() for chapter in plan}
     after = {chapter.name: BASE.epochs for chapter in plan if chapter.truncation}
     course, spectrum = pictures.curves(lines, after=after), pictures.spectrum(lambda_states(plan, data))

@@ -75,7 +75,7 @@ def result_table(run: Inspection) -> Table:
     elif run.metrics:
         table.add_row("test accuracy", f"{run.metrics[-1]['test_accuracy']:.2f} % so far")
     if record:
-        table.add_row("parameters", f"{record['weights']:,}")
+        table.add_row("parameters", f"{record['parameters']:,}")
         table.add_row("time", f"{record['seconds']:,.0f} s in training steps and evaluation ({record['step_mode']})")
         if cut := record.get("truncation_result"):
             before = "" if cut["accuracy_before"] is None else f"{cut['accuracy_before']:.2f} % before, "
@@ -91,7 +91,7 @@ def layer_table(run: Inspection) -> Table:
     table = Table(box=SIMPLE)
     table.add_column("layer", overflow="fold")  # cut off, two names may look alike
     table.add_column("shape", overflow="fold")
-    for heading in ("rank", "exact rank", "weights", "of dense"):
+    for heading in ("rank", "exact rank", "parameters", "of dense"):
         table.add_column(heading, justify="right")
     table.add_column("runs by")
     for row in run.summary.layers:

@@ -92,7 +92,7 @@ def _version() -> str:
 def overview(
     context: typer.Context,
     version: Annotated[bool, flag("--version", help="print the version and exit")] = False,
-    debug: Annotated[bool, flag("--debug", help="show errors with their traceback; may stand anywhere")] = False,
+    debug: Annotated[bool, flag("--debug", help="show errors with their traceback; works in any position")] = False,
 ) -> None:
     """Print the version or the help."""
     if version:
@@ -107,7 +107,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="seed of everything random")] = 0,
     as_json: Json = False,
 ) -> int:
-    """Show the whole workflow on embedded digits in a minute or two: train, truncate, fine-tune, compare, draw."""
+    """Show the whole workflow on embedded digits in two minutes: train, truncate, fine-tune, compare, draw."""
     from cpnorm.lab.cli.demo import run_demo
 
     story = run_demo(out, seed, messages(), silent=as_json)
@@ -148,9 +148,7 @@ def export(
     run: Run,
     onnx: Annotated[Path | None, typer.Option(help="write an ONNX file")] = None,
     torch: Annotated[Path | None, typer.Option(help="write a torch.export program, .pt2")] = None,
-    factorize: Annotated[
-        bool, typer.Option("--factorize", help="use small plain layers where they are faster")
-    ] = False,
+    factorize: Annotated[bool, flag("--factorize", help="use small plain layers where they are faster")] = False,
     goal: Annotated[str | None, typer.Option(help="choose small layers by time or parameters")] = None,
     as_json: Json = False,
 ) -> None:
@@ -168,34 +166,40 @@ def export(
         print_json(result)
         return
     for file in result["files"]:
-        typer.echo(f"{file}: {result['weights']:,} parameters, input {result['input']}")
-    if goal != "parameters" and result["weights"] > 1.1 * result["weights_of_run"]:
-        typer.echo(f"the run has {result['weights_of_run']:,} parameters: --goal parameters keeps the layers small")
+        typer.echo(f"{file}: {result['parameters']:,} parameters, input {result['input']}")
+    if goal != "parameters" and result["parameters"] > 1.1 * result["parameters_of_run"]:
+        typer.echo(f"the run has {result['parameters_of_run']:,} parameters: --goal parameters keeps the layers small")
 
 
 def shrink(
     network: Annotated[str, typer.Argument(help="package.module:function that builds it, or hf:FOLDER")],
     out: Annotated[Path, typer.Option(help="folder for the small network and its report")],
-    weights: Annotated[Path | None, typer.Option(help="safetensors, or a state dict of torch.save")] = None,
-    images: Annotated[Path | None, typer.Option(help="folder of images, one folder per class, or a list")] = None,
-    text: Annotated[Path | None, typer.Option(help="a plain text, for networks of transformers")] = None,
-    parameters: Annotated[str | None, typer.Option(help="what may be left: 10%, or a number")] = None,
-    flops: Annotated[str | None, typer.Option(help="FLOPs of one sample: 30%, or a number")] = None,
-    latency_ms: Annotated[float | None, typer.Option(help="milliseconds of one sample on this device")] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="file of weights: safetensors, or a state dict of torch.save")
+    ] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="folder of images with one folder per class, or a file that lists them")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="plain text file, for networks of transformers")] = None,
+    parameters: Annotated[str | None, typer.Option(help="parameters to keep: 10%, or a number")] = None,
+    flops: Annotated[str | None, typer.Option(help="FLOPs of one sample to keep: 30%, or a number")] = None,
+    latency_ms: Annotated[
+        float | None, typer.Option(help="longest time of one sample on this device, in milliseconds")
+    ] = None,
     accuracy_drop: Annotated[str | None, typer.Option(help="how far accuracy may fall: 1%")] = None,
-    image_size: Annotated[int, typer.Option(min=1, help="pixels of a side")] = 224,
-    mean: Annotated[str, typer.Option(help="of each channel; one number: grey images")] = "0.485,0.456,0.406",
-    std: Annotated[str, typer.Option(help="of each channel")] = "0.229,0.224,0.225",
-    length: Annotated[int, typer.Option(min=2, help="tokens of a window of the text")] = 128,
+    image_size: Annotated[int, typer.Option(min=1, help="height and width of the images in pixels")] = 224,
+    mean: Annotated[str, typer.Option(help="mean of each channel; one number for grey images")] = "0.485,0.456,0.406",
+    std: Annotated[str, typer.Option(help="standard deviation of each channel")] = "0.229,0.224,0.225",
+    length: Annotated[int, typer.Option(min=2, help="tokens in a window of the text")] = 128,
     samples: Annotated[int, typer.Option(min=1, help="images or windows to calibrate with, and to measure on")] = 512,
     batch_size: Annotated[int, typer.Option(min=1, help="samples at a time")] = 32,
-    skip: Annotated[list[str] | None, typer.Option(help="a layer to leave alone; may be repeated")] = None,
-    curve: Annotated[bool, typer.Option("--curve/--no-curve", help="try the budgets around this one too")] = True,
-    seed: Annotated[int, typer.Option(help="which images are for calibration")] = 0,
+    skip: Annotated[list[str] | None, typer.Option(help="a layer to keep as it is; may be repeated")] = None,
+    curve: Annotated[bool, flag("--curve/--no-curve", help="try larger and smaller budgets, too")] = True,
+    seed: Annotated[int, typer.Option(help="seed that chooses the calibration images")] = 0,
     device: Device = None,
     as_json: Json = False,
 ) -> int:
-    """Make a network of your own smaller: safetensors, ONNX, a torch.export program and a report come out."""
+    """Make your own network smaller; write safetensors, ONNX, a torch.export program and a report."""
     from cpnorm.lab.cli import shrink as command
     from cpnorm.lab.cli.user_models import ImageOptions, UserData, read_images, read_text
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
 from cpnorm.lab.training.config import Config, Rank
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+if TYPE_CHECKING:
+    from cpnorm.lab.training.trainer import Options
 
 
 def flag(*names: str, help: str) -> Any:
@@ -26,17 +29,39 @@ Run = Annotated[Path, typer.Argument(help="the folder of a run", metavar="RUN")]
 Json = Annotated[bool, flag("--json", help="print the result as JSON and nothing else")]
 DataDir = Annotated[Path | None, typer.Option(help="folder of the data; default: $CPNORM_DATA, then the user's cache")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; default: a GPU if there is one")]
-Compile = Annotated[bool, flag("--compile/--no-compile", help="use torch.compile and CUDA graphs on a GPU")]
 Checkpoints = Annotated[float, typer.Option(help="seconds between two checkpoints")]
 TimeLimit = Annotated[str | None, typer.Option(help="save and stop after this time: 90s, 9m, 1h30m")]
-TensorBoard = Annotated[bool, flag("--tensorboard", help="log to RUN/tensorboard as well")]
-Wandb = Annotated[bool, flag("--wandb", help="log to Weights & Biases as well")]
-Mlflow = Annotated[bool, flag("--mlflow", help="log to MLflow as well")]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of commands that train: where and how, but not what."""
+
+    data_dir: DataDir = None
+    device: Device = None
+    compile: Annotated[bool, flag("--compile/--no-compile", help="use torch.compile and CUDA graphs on a GPU")] = True
+    checkpoint_every: Checkpoints = 60.0
+    time_limit: TimeLimit = None
+    tensorboard: Annotated[bool, flag("--tensorboard", help="log to RUN/tensorboard as well")] = False
+    wandb: Annotated[bool, flag("--wandb", help="log to Weights & Biases as well")] = False
+    mlflow: Annotated[bool, flag("--mlflow", help="log to MLflow as well")] = False
+    as_json: Json = False
+
+    def training(self) -> Options:
+        """Return those that the trainer takes."""
+        from cpnorm.lab.training.trainer import Options
+
+        return Options(self.device, self.compile, self.checkpoint_every, self.data_dir)
+
+    def log_to(self) -> list[str]:
+        """Return the names of the loggers that were asked for."""
+        return [name for name in ("tensorboard", "wandb", "mlflow") if getattr(self, name)]
+
 
 HELP = {
     "model": "the network: alexnet, lenet, resnet18, resnet20, resnet56, small_resnet, vgg16, or your module:function",
     "design": 'further arguments of the function that builds the network, as JSON: {"widths": [32, 64]}',
-    "width": "every layer but the last this many times as wide as the paper's",
+    "width": "factor on the width of every layer but the last",
     "data": "the data set",
     "norm": "normalisation: none, weight normalisation, canonical, or the low-rank form of Tai et al.",
     "init": "initialisation of the canonical form",
@@ -47,7 +72,7 @@ HELP = {
     "rank": 'terms per layer: 64, a share of the exact rank such as 0.25, exact, paper, or JSON {"features.3": 571, …}',
     "skip": "a layer that stays plain, by name or pattern; may be repeated",
     "modes": "keep the tensor structure of the flattened input in the linear layer after the flatten",
-    "renormalize": "make the vectors unit vectors after every step; else they are divided in the forward pass only",
+    "renormalize": "make vectors unit vectors after every step; otherwise normalise them in the forward pass only",
     "trainable": "what is trained: all, or only σ and biases (λ and vectors are frozen)",
     "optimizer": "the optimizer",
     "lr": "learning rate",
@@ -61,14 +86,14 @@ HELP = {
     "schedule": "schedule of the learning rate",
     "warmup": "epochs of linear warm-up",
     "epochs": "epochs",
-    "batch_size": "images a step; the last step of an epoch takes what is left",
-    "drop_last": "leave out the last batch of an epoch if it is not whole",
+    "batch_size": "images per step; the last step of an epoch takes the rest",
+    "drop_last": "leave out the last batch of an epoch if it is not full",
     "seed": "seed of everything random",
     "precision": "arithmetic; auto: bf16 on a GPU, fp32 elsewhere",
     "augment": "augmentation; auto: crop and flip for CIFAR-10 and SVHN, else none",
     "validation": "training images held out for choosing",
     "early_stopping": "stop after this many epochs without a better validation (or training) loss; 0: never",
-    "keep_best": "keep the network of the best test epoch, too: a choice made on test data",
+    "keep_best": "also keep the network of the best test epoch: a choice made on test data",
 }
 NETWORK = (
     *("model", "design", "width", "data", "norm", "init", "linear_init", "vector_lengths", "lambdas", "linear_lambdas"),
@@ -76,17 +101,28 @@ NETWORK = (
 )
 
 
-def takes_settings(*names: str) -> Callable[[Command], Command]:
-    """Give a command that takes ``**settings`` an option for each of these fields, by default for all."""
+def takes_settings(*names: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Give a command an option for each field of ``RunOptions``, and for these fields of Config, by default for all.
+
+    The command gets them as ``options``, and as ``settings``: those that were given, by name.
+    """
     hints = get_type_hints(Config)
     fields = [field for field in dataclasses.fields(Config) if not names or field.name in names]
+    shared = inspect.signature(RunOptions, eval_str=True).parameters
 
-    def decorate(command: Command) -> Command:
+    def decorate(command: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(command)
+        def run(**given: Any) -> int:
+            options = RunOptions(**{name: given.pop(name) for name in shared})
+            settings = {field.name: given.pop(field.name) for field in fields}
+            return command(**given, options=options, settings=settings)
+
         parameters = inspect.signature(command, eval_str=True).parameters.values()
-        own = [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        options = [_option(field, hints[field.name], show_default=not names) for field in fields]
-        command.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
-        return command
+        own = [p.replace(kind=p.KEYWORD_ONLY) for p in parameters if p.name not in ("options", "settings")]
+        common = [p.replace(kind=p.KEYWORD_ONLY) for p in shared.values()]
+        chosen = [_option(field, hints[field.name], show_default=not names) for field in fields]
+        run.__signature__ = inspect.Signature([*own, *common, *chosen])  # type: ignore[attr-defined]
+        return run
 
     return decorate
 
@@ -130,11 +166,6 @@ def changed(config: Config, settings: Mapping[str, Any]) -> Config:
         return config.replace(**plain)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-
-
-def said_yes(**flags: bool) -> list[str]:
-    """Return the names of the flags that were given."""
-    return [name for name, given in flags.items() if given]
 
 
 def parse_rank(text: str) -> Rank:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +26,9 @@ def reproduce(
         int, typer.Option("--parallel-runs", "--at-once", min=1, help="runs that share the device")
     ] = 8,
     engine: Annotated[str, typer.Option(help="local, or ray: the cluster of $RAY_ADDRESS, or this machine")] = "local",
-    wait: Annotated[bool, flag("--wait", help="stay to take over runs of other processes that die")] = False,
+    wait: Annotated[
+        bool, flag("--wait", help="wait for other processes, and take over the runs of those that die")
+    ] = False,
     checkpoint_every: Checkpoints = 60.0,
     time_limit: TimeLimit = None,
     data_dir: DataDir = None,
@@ -36,8 +36,8 @@ def reproduce(
     dry_run: Annotated[bool, flag("--dry-run", help="list what is missing, run nothing")] = False,
     as_json: Json = False,
 ) -> int:
-    """Run what is missing of the paper's tables; may be stopped and resumed, and several may work side by side."""
-    from cpnorm.lab.paper import progress, rank_tables
+    """Run what is missing of the paper's tables; it can be stopped and resumed, and processes can share the work."""
+    from cpnorm.lab.paper import jobs, progress, rank_tables
     from cpnorm.lab.paper import reproduce as lab
     from cpnorm.lab.training.driver import Stop
     from cpnorm.lab.training.trainer import Options
@@ -48,32 +48,27 @@ def reproduce(
         chosen = protocols.find_protocol(protocol)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    console, keys, store = messages(), tables or [], lab.Results(results, chosen)
+    console, keys = messages(), tables or []
     announce_warnings(console)
+    limit = parse_seconds(time_limit) if time_limit else None
+    options = Options(device, checkpoint_every=checkpoint_every, data_dir=data_dir)
+    request = lab.Request(keys, range(seeds), results, work, chosen, options, parallel_runs, limit)
+    store = request.store()
 
     def announce(text: str) -> None:
         if not as_json:
             console.print(text, markup=False, soft_wrap=True)
 
     if dry_run:
-        left = lab.missing_jobs(keys, range(seeds), store)
+        left = request.missing()
     else:
-        limit = parse_seconds(time_limit) if time_limit else None
         stop = Stop(None if limit is None else time.monotonic() + limit)
-        run: Callable[..., list[lab.Job]] = partial(lab.reproduce, wait=wait)
         if engine == "ray":
-            from cpnorm.lab.paper.ray_engine import reproduce_on_ray as run
-        left = run(
-            keys,
-            seeds=range(seeds),
-            results=results,
-            work=work,
-            protocol=chosen,
-            options=Options(device, checkpoint_every=checkpoint_every, data_dir=data_dir),
-            parallel_runs=parallel_runs,
-            time_limit=limit,
-            announce=announce,
-        )
+            from cpnorm.lab.paper.ray_engine import reproduce_on_ray
+
+            left = reproduce_on_ray(request, announce=announce)
+        else:
+            left = lab.reproduce(request, wait=wait, announce=announce)
         for text in progress.row_summaries(keys, store):
             announce(text)
         if not left:  # ranks need no GPU, whose time may be limited
@@ -84,7 +79,7 @@ def reproduce(
         runs = [{"row": job.row.key, "seed": job.seed} for job in left]
         print_json({"missing": runs + [{"row": row, "seed": seed} for row, seed in layers]})
     else:
-        retrain = lab.networks_to_retrain(left, store.done(), work)
+        retrain = jobs.networks_to_retrain(left, store.done(), work)
         if dry_run:
             for row, seed_names, seconds in progress.missing_rows(left):
                 typer.echo(f"{row}: {seed_names}, about {duration(seconds)}")
@@ -102,10 +97,10 @@ def reproduce(
 def report(
     results: Annotated[Path, typer.Argument(help="folder of the records")] = Path("results"),
     out: Annotated[Path, typer.Option(help="the page to write")] = Path("report.html"),
-    figures: Annotated[Path | None, typer.Option(help="also write the first figure, light and dark, here")] = None,
+    figures: Annotated[Path | None, typer.Option(help="folder for the first figure as files, light and dark")] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Write one self-contained page of all results beside the paper's, and README.md with figures in their folder."""
+    """Write all results beside the paper's: one self-contained page, and README.md with figures in their folder."""
     from cpnorm.lab.report import build, write_lead, write_markdown, write_page
 
     document = build(results, data_dir)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from cpnorm.lab.cli.options import parse_seconds
+from cpnorm.lab.cli.options import RunOptions, parse_seconds
 from cpnorm.lab.cli.watch import Watch
 from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.jsonfiles import to_json
@@ -31,18 +31,17 @@ def execute_run(
     out: Path,
     config: Config,
     start: Start,
+    options: RunOptions,
     *,
     extra: dict[str, Any] | None = None,
-    time_limit: str | None = None,
-    log_to: Sequence[str] = (),
-    as_json: bool = False,
 ) -> int:
     """Start or resume a run, train it to its end or a stop, and print the result; return the exit code."""
     from cpnorm.lab.cli.observers import OBSERVERS
     from cpnorm.lab.training.driver import Stop, run_to_end
     from cpnorm.lab.training.runs import RunFolder
 
-    stop = Stop(time.monotonic() + parse_seconds(time_limit) if time_limit else None)
+    limit, as_json = options.time_limit, options.as_json
+    stop = Stop(time.monotonic() + parse_seconds(limit) if limit else None)
     chief = os.environ.get("RANK", "0") == "0"  # of the processes torchrun may have started
     folder, console = RunFolder(out), messages()
     announce_warnings(console)
@@ -54,7 +53,7 @@ def execute_run(
             return trainer
 
         observers: list[Observer] = [watch]
-        observers += [OBSERVERS[name](folder.path) for name in log_to if chief]
+        observers += [OBSERVERS[name](folder.path) for name in options.log_to() if chief]
         record = run_to_end(folder, config, begin, extra=extra, observers=observers, stop=stop)
     if as_json and chief:
         print_json({"run": str(out), **record})
@@ -72,11 +71,11 @@ def in_words(record: dict[str, Any]) -> str:
     if record["diverged"]:
         return f"diverged, {record['diverged']}"
     if record["test_accuracy_last"] is None:
-        return f"not trained, {record['weights']:,} parameters"
+        return f"not trained, {record['parameters']:,} parameters"
     cut = record.get("truncation_result")
     before = f", {cut['accuracy_cut']:.2f} % before fine-tuning" if cut else ""
     best = f"best {record['test_accuracy_best']:.2f} % in epoch {record['best_epoch']}{before}"
-    return f"{record['test_accuracy_last']:.2f} % of the test set ({best}), {record['weights']:,} parameters"
+    return f"{record['test_accuracy_last']:.2f} % of the test set ({best}), {record['parameters']:,} parameters"
 
 
 # --- messages ----------------------------------------------------------------------------------------------------

@@ -8,22 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from cpnorm.lab.cli.options import (
-    Checkpoints,
-    Compile,
-    DataDir,
-    Device,
-    Json,
-    Mlflow,
-    Run,
-    TensorBoard,
-    TimeLimit,
-    Wandb,
-    changed,
-    parse_rank,
-    said_yes,
-    takes_settings,
-)
+from cpnorm.lab.cli.options import DataDir, Device, Json, Run, RunOptions, changed, parse_rank, takes_settings
 from cpnorm.lab.cli.run_command import execute_run, messages, print_json
 from cpnorm.lab.cli.watch import Watch
 from cpnorm.lab.paper import protocols
@@ -52,16 +37,9 @@ def train(
     protocol: Annotated[
         str, typer.Option(help="of the preset: words (the text of the paper) or code (the authors' code and logs)")
     ] = "words",
-    data_dir: DataDir = None,
-    device: Device = None,
-    compile: Compile = True,
-    checkpoint_every: Checkpoints = 60.0,
-    time_limit: TimeLimit = None,
-    tensorboard: TensorBoard = False,
-    wandb: Wandb = False,
-    mlflow: Mlflow = False,
-    as_json: Json = False,
-    **settings: Any,
+    *,
+    options: RunOptions,
+    settings: dict[str, Any],
 ) -> int:
     """Train a network. The same command resumes a run that was stopped or killed, and shows a finished one."""
     config = changed(preset_config(preset, protocol) if preset else Config(), settings)
@@ -69,14 +47,12 @@ def train(
     out = out or Path("runs", f"{config.data}-{model}-{config.norm}-{config.optimizer}", f"seed-{config.seed}")
 
     def start(folder: RunFolder, watch: Watch) -> Trainer:
-        from cpnorm.lab.training.trainer import Options, Trainer
+        from cpnorm.lab.training.trainer import Trainer
 
-        options = Options(device, compile, checkpoint_every, data_dir)
-        data, resumes = load_data(config.data, data_dir), folder.has_checkpoint()
-        return Trainer(config, data, options, progress=watch.preparing, resumes=resumes)
+        data, resumes = load_data(config.data, options.data_dir), folder.has_checkpoint()
+        return Trainer(config, data, options.training(), progress=watch.preparing, resumes=resumes)
 
-    log_to = said_yes(tensorboard=tensorboard, wandb=wandb, mlflow=mlflow)
-    return execute_run(out, config, start, time_limit=time_limit, log_to=log_to, as_json=as_json)
+    return execute_run(out, config, start, options)
 
 
 def load_data(name: str, data_dir: Path | str | None) -> ImageSet:
@@ -121,16 +97,9 @@ def compress(
     start_epoch: Annotated[
         str, typer.Option(help="network to start from: last, or best-test, which --keep-best has kept")
     ] = "last",
-    data_dir: DataDir = None,
-    device: Device = None,
-    compile: Compile = True,
-    checkpoint_every: Checkpoints = 60.0,
-    time_limit: TimeLimit = None,
-    tensorboard: TensorBoard = False,
-    wandb: Wandb = False,
-    mlflow: Mlflow = False,
-    as_json: Json = False,
-    **settings: Any,
+    *,
+    options: RunOptions,
+    settings: dict[str, Any],
 ) -> int:
     """Truncate a trained network under one budget and fine-tune it, for 20 epochs by default.
 
@@ -160,15 +129,11 @@ def compress(
 
     def start(folder: RunFolder, watch: Watch) -> Trainer:
         from cpnorm.lab.data.images import load
-        from cpnorm.lab.training.trainer import Options
 
-        options = Options(device, compile, checkpoint_every, data_dir)
-        data = load(config.data, data_dir or source.data().get("folder"))
-        return compression.start(source, folder, truncation, config, data, options)
+        data = load(config.data, options.data_dir or source.data().get("folder"))
+        return compression.start(source, folder, truncation, config, data, options.training())
 
-    what = compression.identity(source, truncation)
-    log_to = said_yes(tensorboard=tensorboard, wandb=wandb, mlflow=mlflow)
-    return execute_run(out, config, start, extra=what, time_limit=time_limit, log_to=log_to, as_json=as_json)
+    return execute_run(out, config, start, options, extra=compression.identity(source, truncation))
 
 
 def evaluate(run: Run, data_dir: DataDir = None, device: Device = None, as_json: Json = False) -> None:
@@ -186,10 +151,10 @@ def evaluate(run: Run, data_dir: DataDir = None, device: Device = None, as_json:
     trainer = Trainer(config, data, Options(device), model=model)
     loss, accuracy = trainer.evaluate(trainer.data.test_images, trainer.data.test_labels)
     if as_json:
-        found = {"run": str(run), "test_loss": loss, "test_accuracy": accuracy, "weights": trainer.weights}
+        found = {"run": str(run), "test_loss": loss, "test_accuracy": accuracy, "parameters": trainer.parameters}
         print_json({**found, "data_sha256": data.sha256, "same_data": data.sha256 == stored if stored else None})
     else:
         if change:
             messages().print(f"cpnorm: {change}", markup=False, soft_wrap=True)
         images = f"{len(trainer.data.test_labels):,} test images of {config.data}"
-        typer.echo(f"{accuracy:.2f} % of {images}, loss {loss:.4f}, {trainer.weights:,} parameters")
+        typer.echo(f"{accuracy:.2f} % of {images}, loss {loss:.4f}, {trainer.parameters:,} parameters")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from cpnorm.lab.paper.reproduce import Job, Results, wanted_rows
+from cpnorm.lab.paper.jobs import Job, Results, wanted_rows
 
 # Milliseconds that a step with 64 images, and the test of an image, take on one H200 when eight runs share it.
 STEP_MS = {"none": 0.29, "weight": 0.33, "cp": 0.44, "tai": 0.40}

@@ -7,6 +7,7 @@ named in the evidence is one of github.com/Fraunhofer-SCAI/canonical-cnn.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,7 +50,9 @@ class Protocol:
         """Return the row of this key; raise with the keys there are."""
         rows = self.rows()
         if key not in rows:
-            raise ValueError(f"expected a row among {', '.join(rows)}, got {key!r}")
+            close = difflib.get_close_matches(key, rows, n=1)
+            hint = f"; did you mean {close[0]}?" if close else "."
+            raise ValueError(f"no row is named {key!r}{hint} The rows are {', '.join(rows)}")
         return rows[key]
 
     def find_tables(self, keys: Sequence[str]) -> list[Table]:

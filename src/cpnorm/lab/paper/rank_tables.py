@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import cpnorm
+from cpnorm.lab.paper.jobs import Results
 from cpnorm.lab.paper.protocols import WORDS, Protocol
-from cpnorm.lab.paper.reproduce import Results
 from cpnorm.lab.paper.tables import LayerRank
 from cpnorm.lab.training import models
 from cpnorm.lab.training.driver import Stop

@@ -5,55 +5,42 @@ Checkpoints, claims and records lie in folders that every node sees; Ray transpo
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cpnorm.lab.paper import reproduce
-from cpnorm.lab.paper.protocols import WORDS, Protocol
-from cpnorm.lab.paper.reproduce import Job, Results, missing_jobs
+from cpnorm.lab.paper.jobs import Job
+from cpnorm.lab.paper.reproduce import Request, reproduce
 from cpnorm.lab.training.driver import Stop
 from cpnorm.lab.training.runs import RunError
-from cpnorm.lab.training.trainer import Options
 
 log = logging.getLogger("cpnorm.lab")
 
 
-def reproduce_on_ray(
-    keys: Sequence[str],
-    *,
-    seeds: Iterable[int],
-    results: Path,
-    work: Path,
-    protocol: Protocol = WORDS,
-    options: Options | None = None,
-    parallel_runs: int = 8,
-    time_limit: float | None = None,
-    announce: Callable[[str], None] = log.info,
-) -> list[Job]:
+def reproduce_on_ray(request: Request, *, announce: Callable[[str], None] = log.info) -> list[Job]:
     """Run what is missing on the cluster of ``RAY_ADDRESS``, or on this machine; return what is left."""
     import ray
 
     if not ray.is_initialized():
         ray.init()
-    options, seeds, results, work = options or Options(), list(seeds), results.absolute(), work.absolute()
+    options = request.options
     if options.data_dir is not None:
-        options = dataclasses.replace(options, data_dir=Path(options.data_dir).absolute())
+        options = replace(options, data_dir=Path(options.data_dir).absolute())
+    results, work = request.results.absolute(), request.work.absolute()
+    request = replace(request, results=results, work=work, options=options)
     gpus = int("GPU" in ray.cluster_resources() and options.device != "cpu")
     # Any number of retries: the claim of a dead worker ends with it, and its runs resume from their checkpoints.
     task = ray.remote(num_gpus=gpus, max_retries=-1)(run_share)
-    until = None if time_limit is None else time.time() + time_limit
+    until = None if request.time_limit is None else time.time() + request.time_limit
     begun: dict[Any, list[Job]] = {}  # by Ray's reference to the outcome
-    for share in shares(missing_jobs(keys, seeds, Results(results, protocol)), parallel_runs):
+    for share in shares(request.missing(), request.parallel_runs):
         first = [ref for ref, others in begun.items() if any(job.needs(other) for job in share for other in others)]
-        begun[
-            task.remote(share[0].row.key, [job.seed for job in share], results, work, protocol, options, until, *first)
-        ] = share
+        begun[task.remote(request, share[0].row.key, [job.seed for job in share], until, *first)] = share
     pending, told, stop = list(begun), False, Stop()
     failed: list[str] = []
     with stop.listening(), redirect_stdout(sys.stderr):  # where Ray's messages belong: results go to standard output
@@ -73,9 +60,9 @@ def reproduce_on_ray(
                     ray.cancel(ref)  # a run in progress sees an interrupt, and saves
                 told = True
     if failed and not stop:
-        left = len(missing_jobs(keys, seeds, Results(results, protocol)))
+        left = len(request.missing())
         raise RunError(f"{', '.join(dict.fromkeys(failed))} failed; {left} runs are missing")
-    return missing_jobs(keys, seeds, Results(results, protocol))
+    return request.missing()
 
 
 def shares(jobs: Sequence[Job], parallel_runs: int) -> list[list[Job]]:
@@ -86,28 +73,10 @@ def shares(jobs: Sequence[Job], parallel_runs: int) -> list[list[Job]]:
     return [group[i : i + parallel_runs] for group in rows.values() for i in range(0, len(group), parallel_runs)]
 
 
-def run_share(
-    row: str,
-    seeds: list[int],
-    results: Path,
-    work: Path,
-    protocol: Protocol,
-    options: Options,
-    until: float | None,
-    *first: object,
-) -> list[str]:
+def run_share(request: Request, row: str, seeds: list[int], until: float | None, *first: object) -> list[str]:
     """Run some seeds of a row on a worker, once the tasks ``first`` are done; return the announcements."""
     said: list[str] = []
-    reproduce.reproduce(
-        [row],
-        seeds=seeds,
-        results=results,
-        work=work,
-        protocol=protocol,
-        options=options,
-        parallel_runs=len(seeds),
-        time_limit=None if until is None else until - time.time(),
-        wait=True,
-        announce=said.append,
-    )
+    limit = None if until is None else until - time.time()
+    share = replace(request, keys=[row], seeds=seeds, parallel_runs=len(seeds), time_limit=limit)
+    reproduce(share, wait=True, announce=said.append)
     return said

@@ -23,7 +23,7 @@ class Published:
     max: float | None
     mean: float
     sd: float | None
-    weights: float | None
+    parameters: float | None
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Table:
     label: str  # in the paper's source
     ranks: tuple[LayerRank, ...] = ()
     rows: tuple[Row, ...] = ()
-    counted: tuple[str, ...] | None = None  # the layers whose weights it counts; None: the whole network
+    counted: tuple[str, ...] | None = None  # the layers whose parameters it counts; None: the whole network
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,9 @@ MNIST_RMS = MNIST.replace(optimizer="rmsprop")
 
 
 def _row(
-    key: str, name: str, config: Config, maximum: float | None, mean: float, sd: float | None, weights: float | None
+    key: str, name: str, config: Config, maximum: float | None, mean: float, sd: float | None, parameters: float | None
 ) -> Row:
-    return Row(key, name, config, Published(maximum, mean, sd, weights))
+    return Row(key, name, config, Published(maximum, mean, sd, parameters))
 
 
 def _copy(key: str, name: str, source: Row, published: Published) -> Row:

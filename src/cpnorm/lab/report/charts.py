@@ -311,9 +311,9 @@ def marks_of(data: str, records: Records, own_rows: Sequence[str]) -> Kinds:
         if row.config.data != data or row.same_as:
             continue
         published = row.published
-        if published and published.weights and paper.table(row.table).counted is None:
+        if published and published.parameters and paper.table(row.table).counted is None:
             note = f"paper, {row.key}: {published.mean:.2f} %"
-            kinds["published"].append(Mark(published.weights, published.mean, 0.0, row.key, note))
+            kinds["published"].append(Mark(published.parameters, published.mean, 0.0, row.key, note))
         if mark := _mark(row.key, records):
             kinds["again" if (row.finetuning or row.config).norm == "cp" else "peers"].append(mark)
     for key in own_rows:

@@ -140,7 +140,7 @@ def accuracy_grid(table: Table, entries: Sequence[Comparison]) -> Grid:
                 words(entry.words, entry.status),
                 mean_sd(entry.published),
                 number(published.max),
-                count(published.weights),
+                count(published.parameters),
                 mean_sd(entry.last),
                 mean_sd(entry.late),
                 number(entry.best_of_mean),

@@ -153,7 +153,7 @@ def _run(line: dict[str, Any]) -> Run:
     if diverged is not None and not isinstance(diverged, str):
         raise ValueError(f"expected diverged to be null or a string, got {reprlib.repr(diverged)}")
     curve = line.get("curve")
-    parameters = line.get("parameters", line.get("weights"))
+    parameters = line.get("parameters")
     return Run(
         table=_text(line, "table"),
         row=_text(line, "row"),

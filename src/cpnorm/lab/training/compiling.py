@@ -92,7 +92,7 @@ def fused_relu_pool(model: nn.Module) -> Iterator[None]:
     backward pass: on an H200 a training step of the plain AlexNet-like network is 12 % longer.
     """
     pairs = [pair for m in model.modules() if isinstance(m, nn.Sequential) for pair in pairwise(m)]
-    pairs = [(relu, pool) for relu, pool in pairs if type(relu) is nn.ReLU and _halves(pool)]
+    pairs = [(relu, pool) for relu, pool in pairs if type(relu) is nn.ReLU and _pools_two_by_two(pool)]
     for relu, pool in pairs:
         relu.forward, pool.forward = _unchanged, relu_max_pool2d
     try:
@@ -102,7 +102,7 @@ def fused_relu_pool(model: nn.Module) -> Iterator[None]:
             del relu.forward, pool.forward  # the classes' own again
 
 
-def _halves(layer: nn.Module) -> bool:
+def _pools_two_by_two(layer: nn.Module) -> bool:
     if not isinstance(layer, nn.MaxPool2d) or layer.return_indices or layer.ceil_mode:
         return False
     geometry = [layer.kernel_size, layer.stride, layer.padding, layer.dilation]

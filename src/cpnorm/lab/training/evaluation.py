@@ -1,8 +1,8 @@
-"""Test a network, and estimate its batch-norm statistics anew: for any classifier, before or after compression."""
+"""Test a classifier, and prepare images for calibration, before or after compression."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from cpnorm.lab.data.images import Augmentation, ImageSet, augment, normalize
 
-BatchNorm = nn.modules.batchnorm._BatchNorm
 TEST_BATCH = 1000  # images
 
 
@@ -20,36 +19,11 @@ def accuracy(model: nn.Module, data: ImageSet, images: int | None = None) -> flo
     device = next(model.parameters()).device
     x, y = data.test_images[:images].to(device), data.test_labels[:images].to(device)
     right = torch.zeros((), dtype=torch.long, device=device)
-    with _mode(model, training=False):
+    with _evaluating(model):
         for part in range(0, len(y), TEST_BATCH):
             logits = model(prepared(x[part : part + TEST_BATCH], data))
             right += (logits.argmax(1) == y[part : part + TEST_BATCH]).sum()
     return 100 * right.item() / len(y)
-
-
-@torch.no_grad()
-def reestimate_batch_norm(model: nn.Module, batches: Sequence[Tensor]) -> int:
-    """Estimate the statistics of all batch-norm layers anew from normalised images, and return how many there are.
-
-    A compressed or averaged network has other activations than the one whose statistics it holds. The statistics become
-    the means over the batches. The images must be augmented as in training: see ``calibration_batches``.
-    """
-    layers = [m for m in model.modules() if isinstance(m, BatchNorm) and m.track_running_stats]
-    if not layers:
-        return 0
-    momenta = [layer.momentum for layer in layers]
-    dropouts = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
-    with _mode(model, training=True):
-        for dropout in dropouts:
-            dropout.eval()
-        for layer in layers:
-            layer.reset_running_stats()
-            layer.momentum = None  # a cumulative mean
-        for batch in batches:
-            model(batch)
-    for layer, momentum in zip(layers, momenta, strict=True):
-        layer.momentum = momentum
-    return len(layers)
 
 
 def prepared(images: Tensor, data: ImageSet) -> Tensor:  # (N, C, H, W) uint8 -> float
@@ -81,9 +55,10 @@ def calibration_batches(
 
 
 @contextmanager
-def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Run the block with the model in eval mode; afterwards every module has its own mode again."""
     modules = {module: module.training for module in model.modules()}
-    model.train(training)
+    model.eval()
     try:
         yield
     finally:

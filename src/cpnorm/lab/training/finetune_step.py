@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import cpnorm
 from cpnorm.lab.data.images import ImageSet, augment
-from cpnorm.lab.training.evaluation import calibration_batches, prepared, reestimate_batch_norm
+from cpnorm.lab.training.evaluation import calibration_batches, prepared
 
 if TYPE_CHECKING:
     from cpnorm.lab.training.finetune import Recipe
@@ -151,8 +151,9 @@ class FinetuneStep:
             parameter.copy_(average)
         if self.layers:
             cpnorm.renormalize(self.model)
-        images = calibration_batches(self.data, self.recipe.statistics, batch=512, mode=self.recipe.augment)
-        reestimate_batch_norm(self.model, [x for x, _ in images])
+        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules()):
+            images = calibration_batches(self.data, self.recipe.statistics, batch=512, mode=self.recipe.augment)
+            cpnorm.reestimate_batch_norm(self.model, images)
         self.model.eval()
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,19 @@ def read_object(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects of a file with one per line; a bad one raises a ValueError that names file and line."""
-    lines = []
+def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the JSON object of every line of a file; an unfinished last line is skipped.
+
+    Raises:
+        ValueError: a line is not a JSON object; the message names the file and the line.
+    """
     for number, text in enumerate(whole_lines(read_bytes(path, LARGEST_OF_LINES)), 1):
-        try:
-            if text.strip():
-                lines.append(parse_object(text))
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
-    return lines
+        if text.strip():
+            try:
+                value = parse_object(text)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+            yield number, value
 
 
 def whole_lines(content: bytes) -> list[bytes]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cpnorm.lab.training.jsonfiles import LARGEST_OF_LINES, parse_object, read_bytes, whole_lines
+from cpnorm.lab.training.jsonfiles import read_lines
 
 RENAMED = {
     "compression": "truncation_settings",  # what was asked for
@@ -19,6 +19,7 @@ RENAMED = {
     "best": "test_accuracy_best",
     "step": "step_mode",
     "at_once": "parallel_runs",
+    "weights": "parameters",
 }
 
 
@@ -39,11 +40,5 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         ValueError: a line is not a JSON object; the message names the file and the line.
     """
-    for number, text in enumerate(whole_lines(read_bytes(path, LARGEST_OF_LINES)), 1):
-        if not text.strip():
-            continue
-        try:
-            record = parse_object(text)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
+    for number, record in read_lines(path):
         yield number, with_current_keys(record)

@@ -70,7 +70,7 @@ def export_network(
     folder = RunFolder(run)
     model, data = trained_network(folder).eval(), blank(folder.config().data)
     example = normalize(data.test_images, data.mean, data.std)
-    weights_of_run = sum(parameter.numel() for parameter in model.parameters())
+    parameters_of_run = sum(parameter.numel() for parameter in model.parameters())
     model = plain_layers(model, example, goal)
     if onnx is not None:
         cpnorm.export_onnx(model, example, onnx)
@@ -82,7 +82,7 @@ def export_network(
     return {
         "run": str(run),
         "files": [str(file) for file in (onnx, program) if file is not None],
-        "weights": sum(parameter.numel() for parameter in model.parameters()),
-        "weights_of_run": weights_of_run,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters_of_run": parameters_of_run,
         "input": f"(N, {', '.join(map(str, example.shape[1:]))}), pixels minus {data.mean} over {data.std}",
     }

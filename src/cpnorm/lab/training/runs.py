@@ -101,7 +101,8 @@ class RunFolder:
     def config(self) -> Config:
         """Return the settings stored with the run."""
         if not (self / "config.json").exists():
-            raise RunError(f"{self.path} holds no run: config.json is missing")
+            what = "it has no config.json" if self.path.is_dir() else "there is no such folder"
+            raise RunError(f"{self.path} is not the folder of a run: {what}")
         values = read_json(self / "config.json")
         for key in TRUNCATION_KEYS:
             values.pop(key, None)
@@ -140,7 +141,7 @@ class RunFolder:
         """Return the metrics of the epochs so far."""
         path = self / "metrics.jsonl"
         try:
-            return read_lines(path) if path.exists() else []
+            return [line for _, line in read_lines(path)] if path.exists() else []
         except (OSError, ValueError) as error:
             raise RunError(f"{path} cannot be read: {error}") from error
 

@@ -95,7 +95,7 @@ class Trainer:
         if self.device.type == "cuda":  # the layout of the images: gradients need no copy then
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         freeze(config, self.model)
-        self.weights = sum(p.numel() for p in self.model.parameters())
+        self.parameters = sum(p.numel() for p in self.model.parameters())
         self.optimizer = make_optimizer(config, self.model, self.device)
         layers = cpnorm.canonical_layers(self.model).items()
         self.initial_lambdas = {name: layer.lambdas.detach().clone() for name, layer in layers}
@@ -260,7 +260,7 @@ class Trainer:
         tests = curve.get("test_accuracy", [])
         return {
             "config": self.config.to_json(),
-            "weights": self.weights,
+            "parameters": self.parameters,
             "test_accuracy_last": tests[-1] if tests else None,
             "test_accuracy_best": max(tests) if tests else None,
             "best_epoch": 1 + tests.index(max(tests)) if tests else None,
