@@ -59,7 +59,7 @@ def test_it_works_where_nothing_else_of_it_is(wheel: Path, tmp_path: Path) -> No
     borrowed = [path for path in sys.path if path.endswith("site-packages")]
     (lib / "borrowed.pth").write_text(
         "\n".join(borrowed)
-    )  # a path file does not follow those behind it: no editable one
+    )  # a path file does not follow the ones after it, so that none is editable
     subprocess.run([str(python), "-I", str(ROOT / "tests/smoke.py")], cwd=tmp_path, check=True)
 
 

@@ -59,7 +59,7 @@ def holder(lock: Path) -> int:
         with suppress(OSError):  # of another user's process, or one that has just ended
             if link.readlink() == lock:
                 return int(link.parts[2])
-    raise LookupError(f"nobody holds {lock}")
+    raise LookupError(f"no process holds {lock}")
 
 
 def assert_everything_once(results: Path, seeds: int = 2) -> None:

@@ -79,7 +79,8 @@ def test_the_whole_story(tmp_path: Path) -> None:
     page = Page(text)
     assert page.fetched == []  # everything is in the page
     assert page.tags.count("svg") == 4  # accuracy against parameters, curves, lambdas, images
-    assert [name for name in page.names if name in names] == names
+    shown = [name.replace("\xa0", " ") for name in page.names]
+    assert [name for name in shown if name in names] == names
     assert f"{story.networks[-1].parameters:,}" in page.cells
     assert "prefers-color-scheme" in text
     json.dumps(story.to_json())

@@ -278,7 +278,7 @@ def test_no_traceback_unless_asked_for(tmp_path: Path) -> None:
     assert "Traceback" in err
 
 
-def test_what_nobody_thought_of_is_still_one_sentence() -> None:
+def test_an_unexpected_error_is_a_one_line_message() -> None:
     assert main.sentence(RuntimeError("out\nof memory")) == "RuntimeError: out of memory (--debug shows where)"
     assert main.sentence(ModuleNotFoundError("no", name="matplotlib.figure")).endswith("pip install 'cpnorm[lab]'")
     assert main.sentence(ModuleNotFoundError("no", name="tensorboard")).endswith("pip install 'cpnorm[tensorboard]'")

@@ -385,7 +385,7 @@ def test_a_finished_run_whose_line_is_missing_is_not_run_again(tmp_path: Path, m
     assert lines[0]["parallel_runs"] == 2
 
 
-def test_a_network_that_somebody_else_has_trained_meanwhile_is_not_trained_again(
+def test_a_network_that_another_process_has_trained_meanwhile_is_not_trained_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path)

@@ -1,4 +1,4 @@
-"""Weights rebuilt ahead of the forward pass give the gradients that the forward pass's own rebuilding gives."""
+"""Weights built before the forward pass give the gradients that the forward pass's own rebuilding gives."""
 
 from __future__ import annotations
 

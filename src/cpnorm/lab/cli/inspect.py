@@ -91,7 +91,7 @@ def layer_table(run: Inspection) -> Table:
     table = Table(box=SIMPLE)
     table.add_column("layer", overflow="fold")  # cut off, two names may look alike
     table.add_column("shape", overflow="fold")
-    for heading in ("rank", "exact rank", "parameters", "of dense"):
+    for heading in ("rank", "exact", "parameters", "of dense"):
         table.add_column(heading, justify="right")
     table.add_column("runs by")
     for row in run.summary.layers:
