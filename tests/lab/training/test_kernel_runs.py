@@ -106,7 +106,7 @@ def test_a_run_by_kernels(
     ):  # where compiling pays, not every layer is rebuilt
         monkeypatch.setattr(steps, name, 0)
     monkeypatch.setattr(steps, "compiled_loss", lambda: forward.batch_loss)
-    monkeypatch.setattr(steps, "compiled_halves", lambda: (forward.batch_outputs, forward.loss_of))
+    monkeypatch.setattr(steps, "compiled_parts", lambda: (forward.batch_outputs, forward.loss_of))
     pixels = torch.randint(0, 256, (20, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
     labels = torch.arange(20) % 10
     data = ImageSet("random", pixels, labels, pixels, labels, (120.0,) * 3, (60.0,) * 3, tuple("0123456789"))

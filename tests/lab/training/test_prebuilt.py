@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import cpnorm
 from cpnorm.lab.training.prebuilt import (
     PrebuiltWeights,
-    halves,
+    front_and_back,
     rebuilt_weight,
     trained_layers,
     training_paths,
@@ -80,15 +80,15 @@ def test_which_layers_kernels_train() -> None:
     assert trained_layers(model, optimizer, "fp32") == []  # a frozen one, and one that is tied
 
 
-def test_halves() -> None:
+def test_front_and_back() -> None:
     model = network()
-    front, back = halves(model)
+    front, back = front_and_back(model)
     assert [*front, *back] == list(model)
     assert list(back) == [model[4]]
-    whole, nothing = halves(nn.ModuleDict({"only": model}))
+    whole, nothing = front_and_back(nn.ModuleDict({"only": model}))
     assert whole["only"] is model
     assert not list(nothing)
-    whole, nothing = halves(nn.Sequential(model))
+    whole, nothing = front_and_back(nn.Sequential(model))
     assert whole[0] is model
     assert not list(nothing)
 

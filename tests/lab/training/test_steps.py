@@ -17,7 +17,7 @@ from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.driver import drive
 from cpnorm.lab.training.epoch_metrics import means
 from cpnorm.lab.training.forward import batch_loss, batch_outputs, loss_of
-from cpnorm.lab.training.prebuilt import PrebuiltWeights, halves, rebuilt_weight
+from cpnorm.lab.training.prebuilt import PrebuiltWeights, front_and_back, rebuilt_weight
 from cpnorm.lab.training.steps import Step
 from cpnorm.lab.training.trainer import Options, Trainer
 
@@ -232,7 +232,7 @@ def test_ways_to_take_a_step_without_a_gpu(
 
 
 def test_a_model_cut_in_two(images: ImageSet) -> None:
-    """The same loss and gradients as in one piece, and one compilation of each half for all seeds."""
+    """The same loss and gradients as in one piece, and one compilation of each part for all seeds."""
     counters = CompileCounter(), CompileCounter()
     functions = batch_outputs, loss_of
     front_of, loss_behind = (
@@ -246,7 +246,7 @@ def test_a_model_cut_in_two(images: ImageSet) -> None:
         expected.backward()
         wanted = [p.grad for p in model.parameters()]
         model.zero_grad()
-        front, back = halves(model)
+        front, back = front_and_back(model)
         outputs, answers = front_of(front, *batch, "none", "fp32")
         between = outputs.detach().requires_grad_()
         loss, same_line = loss_behind(back, between, answers, 0.1, "fp32")

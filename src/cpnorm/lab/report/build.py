@@ -53,8 +53,8 @@ def build(results: str | Path, data_dir: str | Path | None = None) -> Document:
         figures.section(records, data_dir, Path(results) / "figures"),
         provenance.section(records, coded),
     ]
-    in_short = code_protocol.agreement_sentence(coded) if coded else ""
-    sentences = story.sentences(everything, answers, records, own, cuts, in_short)
+    by_code = code_protocol.agreement(coded) if coded else None
+    sentences = story.sentences(everything, answers, records, own, cuts, by_code)
     return Document(TITLE, charts.lead(records, own, cuts), sentences, sections)
 
 

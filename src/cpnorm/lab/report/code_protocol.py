@@ -10,7 +10,7 @@ from cpnorm.lab.paper.authors_runs import Curves, authors_runs
 from cpnorm.lab.paper.protocols import CODE
 from cpnorm.lab.paper.tables import Row, Table
 from cpnorm.lab.report import against_authors
-from cpnorm.lab.report.comparison import Comparison, compare, count_agreement, last_epochs
+from cpnorm.lab.report.comparison import Agreement, Comparison, compare, count_agreement, last_epochs
 from cpnorm.lab.report.document import (
     Cell,
     Column,
@@ -67,10 +67,15 @@ def section(records: Records, coded: Records) -> Section:
     return part
 
 
+def agreement(coded: Records) -> Agreement:
+    """Return how many distinct rows agree with the paper."""
+    tables = [table for table in CODE.tables.values() if table.rows and table.rows[0].published]
+    return count_agreement([compare(row, table, coded) for table in tables for row in table.rows if row.published])
+
+
 def agreement_sentence(coded: Records) -> str:
     """Say how many distinct rows agree with the paper; rows that show the runs of another one count once."""
-    tables = [table for table in CODE.tables.values() if table.rows and table.rows[0].published]
-    found = count_agreement([compare(row, table, coded) for table in tables for row in table.rows if row.published])
+    found = agreement(coded)
     return (
         f"With the settings of the authors' code, {found.measured} of {found.rows} distinct rows are measured so far; "
         f"{found.agree} of them agree with the paper: {found.within} lie within one published standard deviation, the "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cpnorm.lab.report import networks
 from cpnorm.lab.report.charts import Mark, marks_of
-from cpnorm.lab.report.comparison import PUBLISHED_RUNS, Comparison, count_agreement
+from cpnorm.lab.report.comparison import PUBLISHED_RUNS, Agreement, Comparison, count_agreement
 from cpnorm.lab.report.document import count
 from cpnorm.lab.report.networks import DATA_NAMES, Cut
 from cpnorm.lab.report.records import Records
@@ -21,16 +21,16 @@ def sentences(
     records: Records,
     own_rows: Sequence[str],
     cuts: Sequence[Cut] = (),
-    coded: str = "",
+    coded: Agreement | None = None,
 ) -> list[str]:
-    """Return up to six sentences: what was measured under both protocols, three claims, our own smallest networks."""
+    """Return up to five: what was measured under both protocols, three claims, and our own smallest networks."""
     headlines = {claim.key: claim.headline for claim in answers}
     smallest = networks.sentence(cuts) or low_rank(records, own_rows)
-    found = [reproduction(entries), coded, *(headlines[key] for key in TOLD), smallest]
+    found = [reproduction(entries, coded), *(headlines[key] for key in TOLD), smallest]
     return [sentence for sentence in found if sentence]
 
 
-def reproduction(entries: Sequence[Comparison]) -> str:
+def reproduction(entries: Sequence[Comparison], coded: Agreement | None = None) -> str:
     """Return how many of the paper's accuracies were measured, and how many agree."""
     found = count_agreement(entries)
     if not found.measured:
@@ -39,9 +39,8 @@ def reproduction(entries: Sequence[Comparison]) -> str:
     return (
         f"With the settings of its text, {found.measured} of the paper's {found.rows} distinct accuracies are measured "
         f"({len(entries)} rows, of which {len(entries) - found.rows} repeat another), {share} of them with "
-        f"{PUBLISHED_RUNS} seeds or more: {found.within} lie within one published standard deviation of the "
-        f"published mean, {found.above} above it and {found.below} below; {found.apart} differ significantly "
-        "(corrected for their number)."
+        f"{PUBLISHED_RUNS} seeds or more: {found.agree} agree with the paper, and {found.apart} differ significantly."
+        + (f" With the settings of its code, {coded.agree} of {coded.measured} agree." if coded else "")
     )
 
 

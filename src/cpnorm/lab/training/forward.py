@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from cpnorm.lab.data.images import augment, normalize
 
 Loss = Callable[..., tuple[Tensor, Tensor]]
-Halves = tuple[Loss, Loss]  # batch_outputs of the first half of a model, loss_of of the second
+Parts = tuple[Loss, Loss]  # batch_outputs of the front of a model, loss_of of its back
 
 
 def use_arithmetic(precision: str) -> None:
@@ -100,7 +100,7 @@ def compiled_loss() -> Loss:
 
 
 @cache
-def compiled_halves() -> Halves:
+def compiled_parts() -> Parts:
     """Return the compiled functions for a model that is split in two."""
     return _compiled(batch_outputs), _compiled(loss_of)
 

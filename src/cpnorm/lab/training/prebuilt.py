@@ -77,7 +77,7 @@ def trained_layers(
     if not found:
         return []
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    last = list(halves(model)[1].modules()) if early else []
+    last = list(front_and_back(model)[1].modules()) if early else []
     groups = [layer for layer in found if layer in last], [layer for layer in found if layer not in last]
     if not groups[1] or sum(p.numel() for layer in groups[0] for p in layer.canonical_parameters()) < EARLY_FROM:
         groups = [], found
@@ -85,8 +85,8 @@ def trained_layers(
     return [FusedTrainStep(group, optimizer, dtype, renormalize=renormalize) for group in groups if group]
 
 
-def halves(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Split the model before its last part with canonical layers; the second half may be empty."""
+def front_and_back(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """Return the model in two parts, split before its last part with canonical layers; the back may be empty."""
     if type(model) is nn.Sequential:
         cut = max((i for i, part in enumerate(model) if cpnorm.canonical_layers(part)), default=0)
         if cut:

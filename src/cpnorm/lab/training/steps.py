@@ -16,19 +16,19 @@ from cpnorm.lab.data.images import ImageSet, normalize
 from cpnorm.lab.training import compiling
 from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.forward import (
-    Halves,
     Loss,
+    Parts,
     batch_loss,
     batch_outputs,
-    compiled_halves,
     compiled_loss,
+    compiled_parts,
     loss_of,
     use_arithmetic,
 )
 from cpnorm.lab.training.prebuilt import (
     PrebuiltWeights,
     compiled_rebuild,
-    halves,
+    front_and_back,
     rebuilt_weight,
     trained_layers,
     training_paths,
@@ -90,7 +90,9 @@ class Step:
         self.test_prebuilt: PrebuiltWeights | None = None  # as it was recorded
         self.test_compiled = False
         self._stream = torch.cuda.Stream(self.device, priority=-1) if self.on_gpu else None
-        self._beside = torch.cuda.Stream(self.device) if self.on_gpu else None  # for what nobody waits for yet
+        self._beside = (
+            torch.cuda.Stream(self.device) if self.on_gpu else None
+        )  # for work whose results are needed later
 
     @contextmanager
     def stream(self) -> Iterator[None]:
@@ -144,8 +146,8 @@ class Step:
             self.random.set_state(torch.get_rng_state())
             torch.set_rng_state(others)
 
-    def _take(self, size: int, loss: Loss, halved: Halves | None = None) -> None:
-        """Take one step; with ``halved``, train the last layers while the backward pass continues."""
+    def _take(self, size: int, loss: Loss, parts: Parts | None = None) -> None:
+        """Take one step; with ``parts``, train the last layers while the backward pass continues."""
         data, offsets = self.data, self.offsets[:size][self.rank :: self.world]
         *recipe, smoothing, precision = self.recipe
         self.optimizer.zero_grad(set_to_none=True)
@@ -154,22 +156,22 @@ class Step:
         if self.prebuilt:
             self.prebuilt.hold()
         batch = (data.train_images, data.train_labels, self.order, self.cursor, offsets)
-        if halved:
-            front, back = halves(self.model)
-            outputs, answers = halved[0](front, *batch, *recipe, precision)
+        if parts:
+            front, back = front_and_back(self.model)
+            outputs, answers = parts[0](front, *batch, *recipe, precision)
             between = outputs.detach().requires_grad_()
-            summed, totals = halved[1](back, between, answers, smoothing, precision)
+            summed, totals = parts[1](back, between, answers, smoothing, precision)
         else:
             summed, totals = loss(self.runner, *batch, *self.recipe)
         objective = summed * (self.world / size)  # processes average their gradients, whatever their share of the batch
         if self.config.lambda_l1:
             objective = objective + self.config.lambda_l1 * cpnorm.lambda_penalty(self.model)
         objective.backward()
-        if halved:
+        if parts:
             with self._train_beside():
                 outputs.backward(between.grad)
         if self.prebuilt:
-            self.prebuilt.backward(early_done=bool(halved))
+            self.prebuilt.backward(early_done=bool(parts))
             self.prebuilt.release()
         self.optimizer.step()
         by_kernels = sum(len(group.layers) for group in self.prebuilt.trained) if self.prebuilt else 0
@@ -252,7 +254,7 @@ class Step:
             if (compiles and not pays) or (prebuilds and not self.layers):
                 continue
             mode = ("compiled, " if compiles else "") + "CUDA graph" + (", prebuilt weights" if prebuilds else "")
-            loss, halved = compiled_loss() if compiles else batch_loss, None
+            loss, parts = compiled_loss() if compiles else batch_loss, None
             before = self._snapshot()
             try:
                 with self.stream(), compiling.ready(self.model) if compiles else nullcontext():
@@ -264,14 +266,14 @@ class Step:
                         rebuild = compiled_rebuild() if compiles and not every else rebuilt_weight
                         self.prebuilt = PrebuiltWeights(paths, self.precision, rebuild, trained)
                         if self.prebuilt.early:
-                            halved = compiled_halves() if compiles else (batch_outputs, loss_of)
+                            parts = compiled_parts() if compiles else (batch_outputs, loss_of)
                         self._take_notice()
                     for _ in range(WARM_UP_STEPS):
-                        self._take(size, loss, halved)
+                        self._take(size, loss, parts)
                         self.cursor.zero_()
                     # Gradients that do not exist yet are written, not added to, by the captured backward pass.
                     self.optimizer.zero_grad(set_to_none=True)
-                    self.graphs[size] = self._recorded(size, loss, halved)
+                    self.graphs[size] = self._recorded(size, loss, parts)
                 if whole:
                     self.mode, self.test_prebuilt = mode, self.prebuilt
                     tests = self.config.epochs * len(self.data.test_labels)
@@ -302,7 +304,7 @@ class Step:
                     log.warning("canonical layers trained by torch instead of kernels: %s", error)
         return self.kernels
 
-    def _recorded(self, size: int, loss: Loss, halved: Halves | None) -> torch.cuda.CUDAGraph:
+    def _recorded(self, size: int, loss: Loss, parts: Parts | None) -> torch.cuda.CUDAGraph:
         """Return the step as a CUDA graph that shares no memory with those of other runs.
 
         Matrix products write partial sums to a workspace that belongs to their stream, and torch has 32 streams in all:
@@ -313,7 +315,7 @@ class Step:
         torch._C._cuda_clearCublasWorkspaces()
         try:
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                self._take(size, loss, halved)
+                self._take(size, loss, parts)
         finally:
             torch._C._cuda_clearCublasWorkspaces()
         return graph
