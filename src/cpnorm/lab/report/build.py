@@ -6,21 +6,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cpnorm.lab.paper import tables as paper
-from cpnorm.lab.report import charts, code_protocol, explorer, figures, networks, paper_tables, provenance, recipes, story
+from cpnorm.lab.report import (
+    charts,
+    code_protocol,
+    explorer,
+    figures,
+    networks,
+    paper_tables,
+    provenance,
+    recipes,
+    story,
+)
 from cpnorm.lab.report.ablations import explanations
 from cpnorm.lab.report.claims import claims
 from cpnorm.lab.report.comparison import Comparison, compare, count_agreement
 from cpnorm.lab.report.document import (
-    MISSING,
-    Column,
     Document,
     Fold,
     Gallery,
-    Grid,
     Section,
     Text,
-    number,
-    words,
 )
 from cpnorm.lab.report.records import Records, read_results
 from cpnorm.lab.report.statistics import SIGNIFICANT
