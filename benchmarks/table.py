@@ -16,6 +16,7 @@ SCRIPTS = (
     "training_step",
     "scaling",
     "scaling_layers",
+    "scaling_records",
     "plan",
     "decompose",
     "inference",
