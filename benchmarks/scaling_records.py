@@ -25,7 +25,7 @@ import timing
 from cpnorm.lab.cli import main as cli
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
-import synthetic_results  # noqa: E402
+import synthetic_results
 
 SIZES = (500, 5000)
 
