@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 
 import pytest
@@ -40,3 +41,19 @@ def test_the_report_adds_up() -> None:
     assert f"{report.parameters_after:,}" in text.splitlines()[-1]
     assert "MFLOP" in text
     assert "MFLOP" not in str(truncate(model, rate=0))
+
+
+def test_a_result_larger_than_dense_and_few_samples_are_said() -> None:
+    model = cpnorm.canonical_norm(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)))
+    with pytest.warns(UserWarning, match=r"has [\d,]+ parameters, more than the 544 of the dense one: .* params=0\.5"):
+        truncate(model, rate=0.1)
+    with pytest.warns(UserWarning, match="data: 2 samples are few to fit to; a few hundred make a difference"):
+        truncate(model, params=0.5, data=torch.randn(2, 16))
+
+
+def test_an_energy_below_zero_is_explained() -> None:
+    report = truncate(cpnorm.canonical_norm(nn.Linear(16, 16)), rate=0.5)
+    assert "energy below 0 %" not in str(report)
+    (layer,) = report.layers
+    far = dataclasses.replace(report, layers=type(report.layers)([dataclasses.replace(layer, energy=-0.2)]))
+    assert "energy below 0 %: outputs were fitted to the data" in str(far)
