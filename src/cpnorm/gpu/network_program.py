@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from cpnorm.gpu import training_kernels
+from cpnorm.gpu import training_kernels, weight_kernels
 from cpnorm.gpu.fused_step import has_kernels
 from cpnorm.gpu.optimizer_rules import Rule
 from cpnorm.gpu.train_step import FusedTerms
@@ -20,7 +20,7 @@ from cpnorm.gpu.training_kernels import BLOCK, TERMS
 from cpnorm.nn.canonical import CPLayer
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-GATHER = (16, 128)  # rows and columns of a matrix that one program copies
+GATHER = (16, 128)  # rows and columns that one program copies
 EAGER_CALLS = 2  # before a program is recorded as a CUDA graph: libraries choose their kernels meanwhile
 
 
@@ -158,7 +158,7 @@ class FusedGradients(FusedTerms):
         if sources != self._sources:  # an allocator repeats itself from step to step
             self._sources = sources
             self._source_table = _without_waiting(sources, self.device)
-        training_kernels.gather[len(self._gathered),](self._source_table, self._gathered, self._kind, *GATHER)
+        weight_kernels.gather[len(self._gathered),](self._source_table, self._gathered, self._kind, *GATHER)
 
     @torch.no_grad()
     def __call__(self, d_weights: Sequence[Tensor | None]) -> list[list[Tensor | None]]:

@@ -1,4 +1,4 @@
-"""Launch the training kernels: renormalise terms in place, or train them as an optimizer would."""
+"""Launch the training kernels: renormalise terms in place, or take an optimizer's steps on them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cpnorm.gpu import renormalize_kernel, training_kernels
+from cpnorm.gpu import renormalize_kernel, training_kernels, weight_kernels
 from cpnorm.gpu.optimizer_rules import Rule
 from cpnorm.gpu.renormalize_kernel import MIDDLE, RENORMALIZE_WARPS, SHORT, TALL
-from cpnorm.gpu.training_kernels import BLOCK, RENEW, TERMS
+from cpnorm.gpu.training_kernels import BLOCK, TERMS
+from cpnorm.gpu.weight_kernels import RENEW
 
 TINY = torch.finfo(torch.float32).tiny  # the square of a length below which a vector has no direction
 
 
 class Renormalizer:
-    """Renormalise tensors that stay at their addresses: float32, contiguous, on one GPU."""
+    """Renormalise factors in one launch: float32, contiguous, on one GPU, and always at the same addresses."""
 
     def __init__(self, factors: Sequence[Tensor], lambdas: Sequence[Tensor]) -> None:
         _expect_plain([*factors, *lambdas])
@@ -29,7 +30,7 @@ class Renormalizer:
             size, rank = factor.shape
             columns, _ = SHORT if size <= SHORT[1] else MIDDLE if size <= TALL[1] else TALL
             entries += [(factor.data_ptr(), scales.data_ptr(), size, rank, at) for at in range(0, rank, columns)]
-        entries.sort(key=lambda entry: -entry[2])  # the tallest, which take longest, start first
+        entries.sort(key=lambda entry: -entry[2])  # the tallest start first, since they take longest
         self.table = torch.tensor(entries, dtype=torch.int64, device=factors[0].device)
 
     def __call__(self) -> None:
@@ -42,9 +43,9 @@ class Renormalizer:
 class FusedTerms:
     """The terms of several layers, and the two sides of their weights, laid out for the kernels.
 
-    For each layer sigma (), lambdas (R,), a (O, R), b (I, R) and, for a 2-d convolution, k1 and k2; all float32 and
-    contiguous on one GPU, and to stay where they are. W = left @ right.mT; both are of type ``dtype``. Columns are unit
-    vectors, or, with ``free``, of any length: W is built from their directions.
+    Each layer consists of sigma (), lambdas (R,), a (O, R), b (I, R) and, for a 2-d convolution, k1 and k2. All are
+    float32 and contiguous on one GPU, and must stay at their addresses. W = left @ right.mT, both of type ``dtype``.
+    Columns are unit vectors or, with ``free``, of any length: W is built from their directions.
     """
 
     def __init__(
@@ -61,9 +62,9 @@ class FusedTerms:
         self._kind = kind or (tl.bfloat16 if dtype == torch.bfloat16 else tl.float32)
         self.device = layers[0][0].device
         self.sides: list[tuple[Tensor, Tensor]] = []
-        self._kept: list[Tensor] = []  # what the table points to
+        self._kept: list[Tensor] = []  # tensors that the table points to, kept alive
         self._steps: list[Tensor] = []
-        self._lengths: list[tuple[int, ...]] = []  # programs of the kernel of that name
+        self._lengths: list[tuple[int, ...]] = []  # programs of the kernel ``lengths``
         counts = [tuple(len(k) for k in kernels) or (1, 1) for _, _, _, _, *kernels in layers]
         self._table = self._integers([self._entry(layer, n) for layer, n in zip(layers, counts, strict=True)])
         self._length_programs = self._integers(self._lengths)
@@ -72,13 +73,13 @@ class FusedTerms:
             [(i, 0, i, 0, at) for i, (_, lambdas, *_) in enumerate(layers) for at in range(0, len(lambdas), TERMS)]
         )
         self._renewed = self._programs([(i, side) for i in range(len(layers)) for side in (0, 1)], *RENEW[:2])
-        # Sides whose small factors are of one length are one launch.
+        # Sides whose kernel factors have the same length share a launch.
         self._groups: dict[int, list[tuple[int, int]]] = {}
         for index, both in enumerate(counts):
             for side, n in enumerate(both):
                 self._groups.setdefault(n, []).append((index, side))
         self._moves = {n: self._programs(group, *BLOCK[:2]) for n, group in self._groups.items()}
-        # Of a linear layer one side is enough to know the gradient of the scales.
+        # For a linear layer one side is enough to compute the gradient of the scales.
         self._summed = {
             n: [(i, side) for i, side in group if side == 0 or len(layers[i]) == 6] for n, group in self._groups.items()
         }
@@ -87,19 +88,19 @@ class FusedTerms:
     def _entry(self, layer: Sequence[Tensor], counts: tuple[int, ...]) -> list[int]:
         sigma, lambdas, a, b, *kernels = layer
         rank, (n1, n2) = len(lambdas), counts
-        width = triton.cdiv(rank, 64) * 64  # tensor cores and cache lines both want round numbers
+        width = triton.cdiv(rank, 64) * 64  # aligned for tensor cores and cache lines
         entry = [address for p in (lambdas, a, b, *kernels) for address in self._addresses(p)]
         if not kernels:
             ones = torch.ones_like(lambdas)
             self._kept.append(ones)
             entry += 2 * [ones.data_ptr(), 0, 0, 0]
         entry += self._addresses(sigma)
-        steps = self._steps[-1].data_ptr() if self.rule.corrected else 0  # the same for all its parameters
+        steps = self._steps[-1].data_ptr() if self.rule.corrected else 0  # equal for all parameters of a layer
         entry += [steps, rank, width, 1 if kernels else 0]
         entry += self._scratch([width] * 4)
         rows = n1 * len(a), triton.cdiv(n2 * len(b), 8) * 8 if kernels else len(b)
         if max(rows) * width >= 2**31:
-            raise ValueError(f"expected layers whose entries can be counted in 32 bits, got {max(rows)} x {width}")
+            raise ValueError(f"layers: expected fewer than 2**31 entries in each side, got {max(rows)} x {width}")
         left, right = torch.zeros(sum(rows), width, dtype=self.dtype, device=self.device).split(rows)
         self.sides.append((left, right))
         for side, big, steps_in_side, n in ((left, a, (n1, 1), n1), (right, b, (1, len(b)), n2)):
@@ -114,7 +115,7 @@ class FusedTerms:
         return entry + inverses
 
     def _gradient_addresses(self, left: Tensor, right: Tensor) -> list[int]:
-        return [0, 0]  # gradients of the sides are handed over at each step
+        return [0, 0]  # gradients of the sides are arguments of each step
 
     def _scratch(self, sizes: list[int]) -> list[int]:
         room = torch.zeros(sum(sizes), device=self.device)
@@ -143,12 +144,12 @@ class FusedTerms:
     def multiply(self) -> None:
         """Fill ``sides`` from the terms as they are now."""
         if self.free:
-            training_kernels.lengths[len(self._length_programs),](self._length_programs, TINY, TERMS)
+            weight_kernels.lengths[len(self._length_programs),](self._length_programs, TINY, TERMS)
         self._renew(normalize=False)
 
     def _renew(self, *, normalize: bool) -> None:
         *shape, warps = RENEW
-        training_kernels.renew[len(self._renewed),](
+        weight_kernels.renew[len(self._renewed),](
             self._table, self._renewed, self._kind, normalize, *shape, self.free, num_warps=warps
         )
 
@@ -217,8 +218,8 @@ def _columns(factor: Tensor, inverses: int) -> list[tuple[int, ...]]:
 
 def _expect_plain(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
-        within_reach = tensor.is_cuda or triton.knobs.runtime.interpret
-        if not (within_reach and tensor.dtype == torch.float32 and tensor.is_contiguous()):
+        reachable = tensor.is_cuda or triton.knobs.runtime.interpret
+        if not (reachable and tensor.dtype == torch.float32 and tensor.is_contiguous()):
             raise ValueError(f"expected contiguous float32 tensors on a GPU, got {tensor.dtype} on {tensor.device}")
         if tensor.ndim and tensor.data_ptr() % 16:
             raise ValueError("expected tensors that begin at a multiple of 16 bytes")
