@@ -267,7 +267,7 @@ def main() -> None:
         or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     )
     hardware = torch.cuda.get_device_name() if options.device == "cuda" else timing.cpu_name()
-    precision = "bf16 autocast" if options.device == "cuda" else f"float32, {torch.get_num_threads()} threads"
+    precision = "bf16 autocast" if options.device == "cuda" else f"float32, {torch.get_num_threads()} thread(s)"
     head = {"commit": commit, "torch": torch.__version__, "hardware": hardware, "precision": precision}
     batches = BATCHES if options.device == "cuda" else BATCHES | CPU_BATCHES
     kinds = options.variant or list(VARIANTS)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import cpnorm
 from cpnorm.integrations import whole_or_replicas
+from cpnorm.nn.prebuilt import TorchProgram
 from integrations.small import STEPS, batches, has_unit_columns, largest_difference, network, sgd, trained
 
 lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install 'cpnorm[lightning]'")
@@ -54,6 +55,14 @@ def test_it_trains_as_a_plain_loop_does_and_logs(tmp_path: Path) -> None:
     assert trainer.logged_metrics["lambda_max/net.3"] == module.net[3].lambdas.abs().max()
     assert trainer.logged_metrics["rank/net.3"] == 10
     assert not trainer.optimizers[0]._optimizer_step_post_hooks  # the callback has left
+
+
+def test_all_weights_are_built_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    builds = []
+    original = TorchProgram.build
+    monkeypatch.setattr(TorchProgram, "build", lambda program: builds.append(1) or original(program))
+    fit(tmp_path, CanonicalCallback(), epochs=2)
+    assert len(builds) == 2 * STEPS
 
 
 def test_it_truncates_on_schedule(tmp_path: Path) -> None:

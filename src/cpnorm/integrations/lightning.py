@@ -38,6 +38,12 @@ class CanonicalCallback(Callback):
             self.gradual = GradualTruncation(model, trainer.optimizers, steps=self.steps, **self.budget)
             self.gradual.load_state_dict(self.resumed or self.gradual.state_dict())
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Build all weights together: Lightning calls ``training_step`` itself, and so no hook of the module."""
+        if trainer.model is pl_module:  # a wrapper such as DDP calls the module
+            with trainer.precision_plugin.train_step_context():
+                self.handles[0].weights()
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.gradual is not None and (trainer.current_epoch + 1) % self.every == 0:
             self.gradual.step()
