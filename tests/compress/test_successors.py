@@ -130,7 +130,7 @@ def test_what_follows_is_seen_by_the_fit(images: list[Tensor], monkeypatch: pyte
             return (first - other).square().mean().item(), (model(fresh) - dense(fresh)).square().mean().item()
 
     neither, corrected, rectified = errors(False, 0), errors(True, 0), errors(True, 8)
-    assert corrected[1] < 0.9 * neither[1]
+    assert corrected[1] < 0.97 * neither[1]
     assert corrected[0] == neither[0]
     assert rectified[0] < 0.97 * neither[0]
 

@@ -41,10 +41,12 @@ class Target:
         mean, output_mean = self.moments.means()
         return (output_mean - (weight.to(mean) @ mean[..., None]).squeeze(-1)).flatten()
 
-    def spread(self, weight: Tensor) -> Tensor | None:  # (g, o, D) -> (g * o,)
-        """Return the variance of this weight's outputs over that of the target's; None if means are not free."""
-        if self.moments is None:
-            return None
+    def spread(self, weight: Tensor) -> Tensor:  # (g, o, D) -> (g * o,)
+        """Return the variance of this weight's outputs over that of the target's.
+
+        A fit of least squares gives less variance than there should be, and over many layers little would be left.
+        """
+        assert self.moments is not None
         made = ((weight.to(self.squares) @ self.squares) * weight).sum(-1)
         wanted = self.moments.output_variance()
         return torch.where(wanted > 0, made / wanted.clamp_min(1e-30), 1.0).flatten()

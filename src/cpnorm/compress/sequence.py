@@ -34,8 +34,7 @@ from cpnorm.nn.planner import linear_modes, weight_shape
 Progress = Callable[[str, int, int], None]
 ALIVE_BYTES = 4 * 2**30  # of feature maps that all inputs together may keep alive; with more, fewer inputs are used
 MAPS_ALIVE = 6  # about so many times the largest map is alive at once, old and new
-RECTIFIED_ROUNDS = 0  # of fits to what is left after a rectifier, each from the one before
-MATCH_VARIANCE = False  # of a batch norm's inputs with that of the target
+RECTIFIED_ROUNDS = 2  # of fits to what is left after a rectifier, each from the one before
 RECTIFIED_STEPS = 6  # Gauss-Newton steps in each
 
 
@@ -261,9 +260,7 @@ class _Sequence:
         if norm is not None:
             mean, variance = cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var)
             moved = mean.clone() if old is not None else (mean.double() - missing).to(mean.dtype)
-            spread = target.spread(weight) if MATCH_VARIANCE else None
-            kept = variance.clone() if spread is None else (variance * spread).to(variance.dtype)
-            self.statistics[norm] = moved, kept
+            self.statistics[norm] = moved, (variance * target.spread(weight)).to(variance.dtype)
         return None if old is None else (old.double() + missing).to(old.dtype)
 
     def _regressed(self, name: str, layer: CPLayer, calls: list[Call]) -> Fitted:
