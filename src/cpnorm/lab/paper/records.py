@@ -77,15 +77,15 @@ def _pair(key: str) -> tuple[str, str]:
     return key, f"{key}-dense"
 
 
-MNIST = CANONICAL.replace(data="mnist", augment="crop", batch_size=250, lr=0.005, warmup=1, epochs=40)
+MNIST = CANONICAL.replace(data="mnist", augment="crop", batch_size=500, lr=0.005, warmup=1, epochs=40)
 CIFAR10 = CANONICAL.replace(data="cifar10", batch_size=500, lr=0.005, warmup=2, epochs=60)
 LENET = MNIST.replace(model="lenet", lambdas="normal", modes=True, lr=0.004)
-ALEXNET = CIFAR10.replace(model="alexnet", lambdas="normal", modes=True, batch_size=250, lr=0.003)
+ALEXNET = CIFAR10.replace(model="alexnet", lambdas="normal", modes=True, batch_size=125, lr=0.002)
 
 # --- choices, on held-out training images ---------------------------------------------------------------------------
 
-TRIAL = CIFAR10.replace(epochs=15, validation=HELD_OUT)
-PAPER_TRIAL = ALEXNET.replace(epochs=20, validation=HELD_OUT)
+TRIAL = CIFAR10.replace(epochs=12, validation=HELD_OUT)
+PAPER_TRIAL = ALEXNET.replace(epochs=10, validation=HELD_OUT)
 MNIST_TRIAL = MNIST.replace(epochs=12, validation=HELD_OUT)
 CUTOUT: dict[str, Any] = {"augment": "crop-flip-cutout", "label_smoothing": 0.05}
 
@@ -124,7 +124,7 @@ PILOT_ROWS = (
     _paper_trial("70k-even", PAPER_TRIAL, 18, 18, 22, 20, 20, 9, 5, 9),
     _paper_trial("70k-even-cutout", PAPER_TRIAL, 18, 18, 22, 20, 20, 9, 5, 9, **CUTOUT),
     _paper_trial("70k-convolutions-cutout", PAPER_TRIAL, 18, 28, 29, 24, 24, 4, 3, 6, **CUTOUT),
-    _paper_trial("70k-convolutions-fast", PAPER_TRIAL, 18, 28, 29, 24, 24, 4, 3, 6, lr=0.006),
+    _paper_trial("70k-convolutions-fast", PAPER_TRIAL, 18, 28, 29, 24, 24, 4, 3, 6, lr=0.004),
     PILOT_START,
     cut_row(
         "records-pilot/70k-cut",
