@@ -104,6 +104,8 @@ PILOT_ROWS = (
     # 25 k parameters: width against rank, rounds, kernels, activation, learning rate
     _trial("25k-base", *BASE),
     _trial("25k-rounds", (32, 64, 96), (20, 31, 27), rounds=[1, 2, 2]),
+    _trial("25k-rounds-fast", (32, 64, 96), (20, 31, 27), rounds=[1, 2, 2], changes={"lr": 0.01}),
+    _trial("25k-rounds-faster", (32, 64, 96), (20, 31, 27), rounds=[1, 2, 2], changes={"lr": 0.02}),
     _trial("25k-kernels", (32, 64, 96), (20, 31, 27), kernels=[3, 5, 5]),
     _trial("25k-silu", *BASE, activation="silu"),
     _trial("25k-gated", (32, 64, 96), (20, 29, 26), gated=True),
@@ -136,7 +138,7 @@ PILOT_ROWS = (
     # MNIST
     _trial("5k-base", (16, 24, 32), (8, 12, 16), recipe=MNIST_TRIAL, stem=4),
     _trial("5k-rounds", (16, 24, 32), (8, 12, 14), recipe=MNIST_TRIAL, stem=4, rounds=2),
-    _trial("5k-fast", (16, 24, 32), (8, 12, 16), recipe=MNIST_TRIAL, stem=4, changes={"lr": 0.01}),
+    _trial("5k-fast", (16, 24, 32), (8, 12, 16), recipe=MNIST_TRIAL, stem=4, changes={"lr": 0.01, "augment": "shift"}),
     _trial("5k-shift", (16, 24, 32), (8, 12, 16), recipe=MNIST_TRIAL, stem=4, changes={"augment": "shift"}),
     _paper_trial("8k-even", LENET.replace(epochs=12, validation=HELD_OUT), 6, 24, 18, 8),
     _paper_trial("8k-thin", LENET.replace(epochs=12, validation=HELD_OUT), 8, 30, 14, 9),
