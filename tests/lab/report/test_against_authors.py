@@ -47,7 +47,12 @@ def test_agreement_of_the_authors_with_themselves() -> None:
     halves = {row: runs[:4] for row, runs in authors_runs().items()}
     found = {entry.row: entry for entry in agreement(halves)}
     assert set(found) == set(halves) - {"compress-mnist/75"}
-    assert all(p > 0.3 for entry in found.values() for p in entry.curves.values())
+    for row, entry in found.items():
+        if row.startswith("compress-"):  # from one network: a sample of one
+            assert entry.last.p is None
+            assert set(entry.curves.values()) == {None}
+        else:
+            assert all(p > 0.3 for p in entry.curves.values())
     shifted = [{k: [v - 1 for v in values] for k, values in run.items()} for run in halves["mnist/cp-sgd"]]
     off = {"mnist/cp-sgd": shifted}
     (entry,) = agreement(off)

@@ -261,7 +261,7 @@ class TestDocument:
         text = write_report(tmp_path, tmp_path / "r.html").read_text()
         parsed(text)
         assert "None of the paper&#39;s 34 distinct accuracies has been measured yet." in text
-        assert text.count("Not measured yet.") == 8
+        assert text.count("Not measured yet.") == 8 + 12  # eight claims, six questions under both protocols
         assert "not measured yet" in write_markdown(build(tmp_path), tmp_path / "README.md").read_text()
 
     def test_a_broken_line_writes_nothing(self, tmp_path):
@@ -320,6 +320,20 @@ def test_a_page_of_five_thousand_records(tmp_path):
     assert len(grid.rows) == 50
     assert {row[6].text for row in grid.rows} == {"100"}
     parsed(write_page(document, tmp_path / "r.html").read_text())
+
+
+def test_the_first_section_answers_for_both_protocols(results):
+    first = once(results).sections[0]
+    (grid,) = blocks([first], Grid)
+    answers = {row[0].text: [cell.text for cell in row[1:]] for row in grid.rows}
+    assert re.match(
+        r"\d+ of \d+ distinct rows agree, \d+ of them within", answers["Are its accuracies found again?"][0]
+    )
+    assert answers["Are its accuracies found again?"][1] == "Not measured yet."
+    assert re.match(
+        r"[\w ]+\. \d+ of \d+ tests for it, \d+ against", answers["Does CP-normalisation converge faster?"][0]
+    )
+    assert len(answers) == 6
 
 
 def test_the_second_protocol_beside_the_first(results, tmp_path):

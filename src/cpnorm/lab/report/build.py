@@ -11,6 +11,7 @@ from cpnorm.lab.report import (
     code_protocol,
     explorer,
     figures,
+    holds,
     networks,
     paper_tables,
     provenance,
@@ -29,7 +30,7 @@ from cpnorm.lab.report.document import (
 )
 from cpnorm.lab.report.records import Records, read_results
 from cpnorm.lab.report.statistics import SIGNIFICANT
-from cpnorm.lab.report.tally import Claim
+from cpnorm.lab.report.tally import NOT_MEASURED, Claim
 
 TITLE = "Canonical convolutional networks, measured again"
 
@@ -48,17 +49,19 @@ def build(results: str | Path, data_dir: str | Path | None = None) -> Document:
     own = [key for keys in recipes.own_tables(records).values() for key in keys if not key.startswith("checks/")]
     coded = code_protocol.read(records, Path(results))
     optional = [code_protocol.section(records, coded) if coded else None, networks.section(cuts)]
+    by_code = code_protocol.agreement(coded) if coded else None
+    in_code = claims(coded) if coded else []
     sections = [
+        holds.section(answers, count_agreement(everything), in_code, by_code),
         paper_tables.section(compared, records),
         agreement(everything, records),
-        claims_section(answers),
+        claims_section(answers, in_code),
         *(section for section in optional if section),
         recipes.section(records, own),
         explorer.section(records, cuts),
         figures.section(records, data_dir, Path(results) / "figures"),
         provenance.section(records, coded),
     ]
-    by_code = code_protocol.agreement(coded) if coded else None
     sentences = story.sentences(everything, answers, records, own, cuts, by_code)
     return Document(TITLE, charts.lead(records, own, cuts), sentences, sections)
 
@@ -109,8 +112,9 @@ def below_the_paper(entry: Comparison, records: Records) -> Fold:
     )
 
 
-def claims_section(answers: Sequence[Claim]) -> Section:
+def claims_section(answers: Sequence[Claim], in_code: Sequence[Claim] = ()) -> Section:
     """Return the section on the claims: our answers, and folded the paper's words and the numbers."""
+    coded = {claim.key: claim for claim in in_code if claim.paper and claim.answer != NOT_MEASURED}
     section = Section(
         "claims",
         "The paper's claims",
@@ -118,7 +122,8 @@ def claims_section(answers: Sequence[Claim]) -> Section:
             Text(
                 "Each claim is answered by our runs alone: accuracies of the last epoch and Welch's test unless stated "
                 "otherwise, p corrected for the number of tests within a claim (Holm). “Not shown” means that the "
-                "difference is not significant, which does not mean that there is none."
+                "difference is not significant, which does not mean that there is none. The first answer is for the "
+                "settings of the paper's text, a second one that of the authors' code, as far as its rows are measured."
             )
         ],
     )
@@ -127,5 +132,8 @@ def claims_section(answers: Sequence[Claim]) -> Section:
         below.blocks += [Text(claim.paper, quote=True)] if claim.paper else []
         below.blocks += [Text(claim.explanation)] if claim.explanation else []
         below.blocks += [claim.grid] if claim.grid else []
+        if again := coded.get(claim.key):
+            below.blocks.append(Text(again.explanation, lead=f"With the settings of the code: {again.answer}"))
+            below.blocks += [again.grid] if again.grid else []
         section.sections.append(below)
     return section

@@ -142,6 +142,7 @@ def converges_faster(records: Records) -> Claim:
         explanation if counts.total else "",
         grid if lines else None,
         headline if of_cifar10.total else "",
+        counts.counts(good=counts.below, bad=counts.above),
     )
 
 
@@ -259,7 +260,9 @@ def _against_both(
         f"normalisation it is more accurate in {plain.above} of {plain.total} and less accurate in {plain.below}."
     )
     shown = explanation if counts.total else ""
-    return Claim(key, question, quote, answer, shown, grid if settings else None, headline if counts.total else "")
+    told = headline if counts.total else ""
+    rests_on = counts.counts(good=counts.above, bad=counts.below)
+    return Claim(key, question, quote, answer, shown, grid if settings else None, told, rests_on)
 
 
 # --- 3 ----------------------------------------------------------------------------------------------------------------
@@ -320,4 +323,5 @@ def needs_power_method(records: Records) -> Claim:
         answer,
         explanation,
         grid if lines else None,
+        counts=counts.counts(good=counts.above, bad=counts.below),
     )

@@ -68,13 +68,13 @@ def section(records: Records, coded: Records) -> Section:
 
 
 def agreement(coded: Records) -> Agreement:
-    """Return how many distinct rows agree with the paper."""
+    """Count the distinct rows that agree with the paper; rows that show the runs of another one count once."""
     tables = [table for table in CODE.tables.values() if table.rows and table.rows[0].published]
     return count_agreement([compare(row, table, coded) for table in tables for row in table.rows if row.published])
 
 
 def agreement_sentence(coded: Records) -> str:
-    """Say how many distinct rows agree with the paper; rows that show the runs of another one count once."""
+    """Say how many distinct rows agree with the paper."""
     found = agreement(coded)
     return (
         f"With the settings of the authors' code, {found.measured} of {found.rows} distinct rows are measured so far; "
@@ -207,19 +207,18 @@ def authors_section(protocols: dict[str, Records]) -> list[Section]:
             ]
             for entry in found
         ]
-        caption = f"Settings of the {name}. The test of curves exchanges whole runs between both sides."
+        caption = (
+            f"Settings of the {name}. The test of curves exchanges whole runs between both sides. Cuts are not tested: "
+            "all of the authors' start from one network."
+        )
         grids.append(Grid(caption, columns, rows))
-        shown = [entry.row for entry in found if "/cp-" in entry.row]
-        if shown:
-            with style():
-                drawings.append(
-                    finish(
-                        against_authors.draw_curves(runs, shown),
-                        f"authors-{name}",
-                        f"Our MNIST runs over the authors' own, settings of the {name}",
-                        f"Settings of the {name}: mean and range of our MNIST runs over the authors' own.",
-                    )
-                )
+        for cut, key, what in ((False, f"authors-{name}", "MNIST runs"), (True, f"authors-{name}-cuts", "MNIST cuts")):
+            shown = [entry.row for entry in found if against_authors.is_cut(entry.row) == cut]
+            if shown:
+                title = f"Our {what} over the authors' own, settings of the {name}"
+                caption = f"Settings of the {name}: mean and range of our {what} over the authors' own."
+                with style():
+                    drawings.append(finish(against_authors.draw_curves(runs, shown), key, title, caption))
     if not grids:
         return []
     text = Text("The authors' repository has the logs of their own MNIST runs, so that whole curves can be compared.")

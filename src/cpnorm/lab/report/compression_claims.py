@@ -94,7 +94,8 @@ def compresses(records: Records) -> Claim:
     listed = " and ".join(filter(None, (", ".join(spared[:-1]), *spared[-1:])))
     outcome = f"shows no loss with {listed} of the terms removed" if spared else "loses at every rate"
     headline = f"After 20 epochs of fine-tuning, truncation by λ {outcome}."
-    return Claim("compression", COMPRESSION_QUESTION, COMPRESSION_PAPER, answer, explanation, grid, headline)
+    rests_on = f"no loss shown with {listed} of the terms removed" if spared else ""
+    return Claim("compression", COMPRESSION_QUESTION, COMPRESSION_PAPER, answer, explanation, grid, headline, rests_on)
 
 
 def _before_truncation(records: Records, row: Row) -> list[float]:
@@ -164,4 +165,5 @@ def against_tai(records: Records) -> Claim:
         counts.answer(good=counts.above, bad=counts.below),
         explanation,
         grid if explanation else None,
+        counts=counts.counts(good=counts.above, bad=counts.below),
     )

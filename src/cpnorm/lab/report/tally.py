@@ -22,6 +22,7 @@ class Claim:
     explanation: str
     grid: Grid | None = None
     headline: str = ""  # one sentence to remember, without the context
+    counts: str = ""  # in a few words, what the answer rests on
 
 
 def corrected(differences: Sequence[Difference | None]) -> list[Difference | None]:
@@ -47,6 +48,10 @@ class Tally:
     def total(self) -> int:
         """Return the number of tests."""
         return self.above + self.below + self.neither
+
+    def counts(self, good: int, bad: int) -> str:
+        """Return in a few words how many tests came out as claimed."""
+        return f"{good} of {self.total} tests for it, {bad} against" if self.total else ""
 
     def answer(self, good: int, bad: int) -> str:
         """Return in a word what share of the tests came out as claimed."""
