@@ -48,7 +48,7 @@ def overview(comparisons: Sequence[Comparison], reach: float = 3.0) -> Drawing |
     groups = list(_by_table(measured).items())
     caption = (
         f"Mean accuracy of the last epoch minus the published mean in points, {len(measured)} rows. Lines are 95 % "
-        "confidence intervals of the difference (Welch), bars one published standard deviation. "
+        "confidence intervals of the difference (Welch; of cuts, by network), bars one published standard deviation. "
         f"Differences beyond {reach:g} points are drawn at the edge with their size."
     )
     wide = _overview("overview", _columns(groups, 3), 1180, reach, caption)
