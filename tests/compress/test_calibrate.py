@@ -1,4 +1,4 @@
-"""Fits to data: patches and moments against the layers themselves, runs in lockstep, and what calibration buys."""
+"""Fits to data: patches and moments against the layers, runs in lockstep, and what calibration gains."""
 
 from __future__ import annotations
 
@@ -178,10 +178,10 @@ def test_calibration_is_the_closest_of_all_refits_on_new_data() -> None:
     expected = model(new).detach()
     errors = {}
     for refit in ("als", "outputs", "calibrated"):
-        twin = copy.deepcopy(model)
-        report = truncate(twin, params=0.5, refit=refit, data=data)
-        errors[refit] = ((twin(new) - expected).norm() / expected.norm()).item()
-        assert report.parameters_after == sum(p.numel() for p in twin.parameters())
+        copied = copy.deepcopy(model)
+        report = truncate(copied, params=0.5, refit=refit, data=data)
+        errors[refit] = ((copied(new) - expected).norm() / expected.norm()).item()
+        assert report.parameters_after == sum(p.numel() for p in copied.parameters())
         assert report.parameters_after <= 0.5 * report.parameters_dense
     assert errors["calibrated"] < 0.7 * errors["outputs"] < 0.7 * errors["als"]
 
@@ -212,7 +212,7 @@ def test_layers_stay_dense_where_that_is_smaller() -> None:
 
 
 def test_layers_that_stay_dense_make_up_for_those_before_them() -> None:
-    """The head is at its best for what the cut layers hand it: no gradient is left."""
+    """The head is optimal for the outputs of the truncated layers before it: its gradient is zero."""
     model, data = residual(), smooth_images(400, seed=1)
     wanted = model(data).detach()
     old_head = copy.deepcopy(model.head)
@@ -252,9 +252,9 @@ def test_ranks_are_multiples_on_request() -> None:
 
 
 def test_progress_names_every_layer() -> None:
-    model, data, told = residual(), smooth_images(32, seed=1), []
-    truncate(model, rate=0.5, data=data, progress=lambda *what: told.append(what))
-    assert told == [("first", 0, 3), ("second", 1, 3), ("head", 2, 3), ("", 3, 3)]
+    model, data, reported = residual(), smooth_images(32, seed=1), []
+    truncate(model, rate=0.5, data=data, progress=lambda *what: reported.append(what))
+    assert reported == [("first", 0, 3), ("second", 1, 3), ("head", 2, 3), ("", 3, 3)]
 
 
 def test_one_pass_is_enough_for_all_layers() -> None:

@@ -1,4 +1,4 @@
-"""Gradual truncation while training, and the pressure on the lambdas."""
+"""Gradual truncation during training, and the penalty on the lambdas."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_gradual_way_ends_where_the_direct_one_does(budget: dict) -> None:
     assert ranks(model) == ranks(direct)
 
 
-def test_flops_and_options_are_handed_on() -> None:
+def test_flops_and_options_are_passed_to_truncate() -> None:
     model, x = network(), torch.randn(16, 32)
     data = iter([(x, torch.randint(8, (16,)))])  # an iterator is read once, and used at every step
     options = {"criterion": "gram", "refit": "outputs", "data": data, "example_input": x[:1], "skip": "2"}
@@ -80,7 +80,7 @@ def test_a_budget_out_of_reach_is_an_error_at_once() -> None:
     assert ranks(model) == before
 
 
-def test_a_resumed_run_takes_the_same_stages() -> None:
+def test_a_resumed_run_takes_the_same_steps() -> None:
     model = network()
     through = GradualTruncation(copy.deepcopy(model), None, steps=3, params=500)
     stopped = GradualTruncation(model, None, steps=3, params=500)
@@ -97,7 +97,7 @@ def test_a_resumed_run_takes_the_same_stages() -> None:
         GradualTruncation(network(), None, steps=3, rate=0.5).load_state_dict(stopped.state_dict())
 
 
-def test_the_penalty_measures_evenness_and_has_no_scale() -> None:
+def test_the_penalty_measures_evenness_at_any_scale() -> None:
     model = network()
     with torch.no_grad():
         for layer in cpnorm.canonical_layers(model).values():
@@ -120,7 +120,7 @@ def test_the_penalty_measures_evenness_and_has_no_scale() -> None:
         lambda_penalty(nn.Linear(2, 2))
 
 
-def test_pressure_makes_truncation_cheaper() -> None:
+def test_the_penalty_makes_truncation_cheaper() -> None:
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(256, 32, generator=generator), torch.randint(8, (256,), generator=generator)
     kept = {}
@@ -146,7 +146,7 @@ def test_a_share_of_the_energy_is_reached_in_steps() -> None:
 
 
 @pytest.mark.parametrize(("scale", "dtype"), [(1e-25, torch.float32), (1e25, torch.float32), (50, torch.float16)])
-def test_the_penalty_has_no_scale(scale: float, dtype: torch.dtype) -> None:
+def test_the_penalty_stays_in_range_at_any_scale(scale: float, dtype: torch.dtype) -> None:
     layer = cpnorm.canonical_norm(nn.Linear(64, 64), rank=60, init="kaiming_normal", lambdas="normal")
     expected = lambda_penalty(layer).item()
     layer.to(dtype).lambdas.data *= scale

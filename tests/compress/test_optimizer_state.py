@@ -1,4 +1,4 @@
-"""An optimizer after a truncation: told of it, it goes on; not told, it raises instead of training something else."""
+"""An optimizer that is given to truncate continues; any other raises instead of training with stale state."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_a_stale_optimizer_raises(name: str, terms: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, from its compiler
-def test_a_fused_optimizer_may_be_compiled_and_knows_grown_parameters(tmp_path: Path) -> None:
-    """Where a checkpoint brings more terms than the state has, a fused kernel would write behind its end."""
+def test_a_fused_optimizer_refuses_grown_parameters_and_may_be_compiled(tmp_path: Path) -> None:
+    """If a checkpoint has more terms than the state, a fused kernel would write beyond the end of the state."""
     model, optimizer, step = trained(OPTIMIZERS["fused"])
     cpnorm.save(model, tmp_path / "large.safetensors")
     cpnorm.truncate(model, rate=0.5, optimizer=optimizer)
@@ -91,10 +91,10 @@ def test_a_fused_optimizer_may_be_compiled_and_knows_grown_parameters(tmp_path: 
         step()
 
 
-def test_without_state_training_goes_on() -> None:
+def test_an_optimizer_without_state_continues() -> None:
     model, optimizer, step = trained(lambda p: optim.SGD(p, lr=0.01))
-    for told in (None, optimizer):
-        cpnorm.truncate(model, rate=0.5, optimizer=told)
+    for given in (None, optimizer):
+        cpnorm.truncate(model, rate=0.5, optimizer=given)
         before = [layer.weight.detach().clone() for layer in cpnorm.canonical_layers(model).values()]
         step()
         for layer, weight in zip(cpnorm.canonical_layers(model).values(), before, strict=True):
@@ -207,7 +207,7 @@ def test_a_new_lbfgs_steps_twice() -> None:
     assert closure().item() < before
 
 
-def test_several_optimizers_go_on_together() -> None:
+def test_several_optimizers_continue_together() -> None:
     torch.manual_seed(0)
     model, x = cpnorm.canonical_norm(nn.Sequential(nn.Linear(16, 12))), torch.randn(4, 16)
     factors = list(model[0].factors)
@@ -237,7 +237,7 @@ def test_state_of_a_square_factor_is_not_mistaken_for_terms() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_a_rehearsal_knows_of_an_optimizer_that_holds_nothing() -> None:
+def test_a_dry_run_checks_the_optimizer() -> None:
     model = cpnorm.canonical_norm(nn.Linear(12, 12))
     other = optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
     with pytest.raises(ValueError, match="with the parameters of the layer"):

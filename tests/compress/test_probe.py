@@ -1,4 +1,4 @@
-"""What data do to a model: responses of terms, FLOPs and losses against oracles; and that nothing is left behind."""
+"""Responses of terms, FLOPs and losses against oracles; the model is left as it was."""
 
 from __future__ import annotations
 
@@ -295,9 +295,7 @@ class Wrapped(nn.Module):
 
 @pytest.mark.parametrize("wrap", [lambda y: (y, None), lambda y: {"logits": y}], ids=["tuple", "dict"])
 @pytest.mark.parametrize("how", [{"rate": 0.5, "criterion": "taylor"}, {"loss": 0.1}], ids=str)
-def test_a_loss_that_does_not_take_the_outputs_is_answered_with_what_to_give(
-    wrap: Callable[[Tensor], Any], how: dict[str, Any]
-) -> None:
+def test_a_loss_function_that_fails_on_the_outputs_is_named(wrap: Callable[[Tensor], Any], how: dict[str, Any]) -> None:
     model, data = Wrapped(wrap), [(torch.randn(8, 6), torch.randint(3, (8,)))]
     with pytest.raises(TypeError, match=r"loss_function: the model returns a (tuple|dict), .* such as loss_function="):
         cpnorm.truncate(model, **how, data=data)

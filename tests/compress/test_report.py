@@ -43,7 +43,7 @@ def test_the_report_adds_up() -> None:
     assert "MFLOP" not in str(truncate(model, rate=0))
 
 
-def test_a_result_larger_than_dense_and_few_samples_are_said() -> None:
+def test_results_larger_than_dense_and_few_samples_warn() -> None:
     model = cpnorm.canonical_norm(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)))
     with pytest.warns(UserWarning, match=r"has [\d,]+ parameters, more than the 544 of the dense one: .* params=0\.5"):
         truncate(model, rate=0.1)

@@ -20,7 +20,7 @@ from cpnorm.compress.shrink_job import ShrinkJob, flops_of
 
 
 def low_rank(layer: nn.Module, rank: int = 4) -> nn.Module:
-    """The layer with a weight of a few terms, which a cut need not touch."""
+    """Give the layer a weight of a few terms, which truncation can keep."""
     cp = cpnorm.cp_als(layer.weight.detach(), rank, generator=torch.Generator().manual_seed(0))
     layer.weight = nn.Parameter(cp.to_dense().contiguous())
     return layer
@@ -132,7 +132,7 @@ def test_inputs_alone() -> None:
     assert first_sample(nn.Linear(1, 1), {"a": x, "scale": 2.0})["a"].shape == (1, 3, 8, 8)
 
 
-def test_arithmetic_is_within_its_budget() -> None:
+def test_flops_are_within_the_budget() -> None:
     model, x = network(), images()
     before = flops_of(model, x[:1])
     small = cpnorm.shrink(model, x, flops=0.4)
@@ -176,8 +176,8 @@ def test_a_metric_of_the_users_own() -> None:
         cpnorm.shrink(model, (x, y), accuracy_drop=0.01)
 
 
-def test_time_is_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that runs with the arithmetic: real ones are for benchmarks."""
+def test_latency_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is simulated from the FLOPs; real timings are for benchmarks."""
     model, x = network(), images()
     whole = flops_of(model, x[:1])
 
@@ -211,13 +211,13 @@ def test_fine_tuning_is_the_users_and_its_result_is_factorised() -> None:
     assert "fine-tuned" in str(small.report)
 
 
-def test_progress_is_told_and_the_report_prints() -> None:
-    told: list[tuple[str, int, int]] = []
+def test_progress_is_reported_and_the_report_prints() -> None:
+    reported: list[tuple[str, int, int]] = []
     model = nn.Sequential(network(), nn.LSTM(24, 8))
-    small = cpnorm.shrink(model, images(), parameters=0.6, skip="0.0", progress=lambda *what: told.append(what))
-    assert any(what.startswith("cutting: ") for what, _, _ in told)
-    assert told[-1] == ("done", 1, 1)
-    assert all(0 <= done <= total for _, done, total in told)
+    small = cpnorm.shrink(model, images(), parameters=0.6, skip="0.0", progress=lambda *what: reported.append(what))
+    assert any(what.startswith("cutting: ") for what, _, _ in reported)
+    assert reported[-1] == ("done", 1, 1)
+    assert all(0 <= done <= total for _, done, total in reported)
     reasons = {each.name: each.reason for each in small.report.dense}
     assert reasons == {
         "0.0": "it is listed in skip",
@@ -241,12 +241,12 @@ def test_progress_is_told_and_the_report_prints() -> None:
         ({"accuracy_drop": 0.1}, "metric: accuracy needs a class index"),
     ],
 )
-def test_budgets_that_cannot_be(options: dict[str, float], message: str) -> None:
+def test_impossible_budgets_are_errors(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cpnorm.shrink(network(), images(), **options)
 
 
-def test_data_that_cannot_be() -> None:
+def test_unusable_data_are_errors() -> None:
     with pytest.raises(TypeError, match="from_numpy"):
         cpnorm.shrink(network(), [images().numpy()], parameters=0.5)
     with pytest.raises(ValueError, match="at least one batch"):

@@ -1,4 +1,4 @@
-"""What follows a layer, and what a layer should give for its sake."""
+"""What follows a layer in the network, and the outputs that a layer should give for it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_residual_block_is_recognised(join: Callable[..., Tensor]) -> None:
     assert follows["linear"] == Successors()
 
 
-def test_of_two_summands_the_later_one_makes_up_for_the_other() -> None:
+def test_the_later_of_two_summands_corrects_the_sum() -> None:
     model = Residual(projected)
     follows = found(model)
     assert follows["conv2"] == Successors(model.bn2)

@@ -25,20 +25,20 @@ def test_points_are_what_truncate_gives(tmp_path: Path) -> None:
     model, x = network(), torch.randn(300, 24)
     labels = model(x).argmax(1)
     state = copy.deepcopy(model.state_dict())
-    told = []
-    found = cpnorm.sweep(model, (x, labels), parameters=(0.3, 0.6), progress=lambda *what: told.append(what))
+    reported = []
+    found = cpnorm.sweep(model, (x, labels), parameters=(0.3, 0.6), progress=lambda *what: reported.append(what))
     assert [point.budget for point in found.points] == [0.6, 0.3]
     assert found.metric == 1.0
     for point in found.points:
-        twin = cpnorm.canonical_norm(copy.deepcopy(model))
-        report = cpnorm.truncate(twin, params=point.budget, data=(x, labels))
+        copied = cpnorm.canonical_norm(copy.deepcopy(model))
+        report = cpnorm.truncate(copied, params=point.budget, data=(x, labels))
         assert point.parameters == report.parameters_after <= point.budget * found.parameters
-        error = ((twin(x) - model(x)).norm() / model(x).norm()).item()
+        error = ((copied(x) - model(x)).norm() / model(x).norm()).item()
         assert point.output_error == pytest.approx(error, rel=1e-3)
-        assert point.metric == pytest.approx((twin(x).argmax(1) == labels).float().mean().item())
+        assert point.metric == pytest.approx((copied(x).argmax(1) == labels).float().mean().item())
     assert found.points[0].output_error < found.points[1].output_error
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
-    assert told[-1] == ("", 2, 2)
+    assert reported[-1] == ("", 2, 2)
     assert found.layers[-1].name == "2"
     text = str(found)
     assert "accuracy" in text

@@ -163,7 +163,7 @@ def test_an_error_rate_may_be_the_loss() -> None:
     assert 0 < wrong(model(x), y) <= 0.1
 
 
-def test_weights_are_taken_where_they_cost_least() -> None:
+def test_terms_are_dropped_where_they_cost_least() -> None:
     """Two layers of the same shape, one with a steep spectrum: it loses its tail, and the flat one next to nothing."""
     model = nn.Sequential(*(cpnorm.canonical_norm(nn.Linear(16, 16)) for _ in range(2)))
     with torch.no_grad():
@@ -184,8 +184,8 @@ def test_the_scale_of_a_layer_does_not_matter() -> None:
     assert results[0] == results[1]
 
 
-def test_no_layer_goes_blind_for_the_sake_of_others() -> None:
-    """A layer whose terms are dear and all alike is thinned, not emptied."""
+def test_no_layer_loses_nearly_everything_for_the_sake_of_others() -> None:
+    """A layer whose terms are expensive and equal loses some of them, not nearly all."""
     model = nn.Sequential(cpnorm.canonical_norm(nn.Linear(400, 40)), cpnorm.canonical_norm(nn.Linear(40, 40)))
     with torch.no_grad():
         model[0].lambdas.fill_(1.0)
@@ -194,17 +194,17 @@ def test_no_layer_goes_blind_for_the_sake_of_others() -> None:
     assert ranks(model)[0] >= 6
 
 
-def test_data_weigh_terms_by_what_their_inputs_do() -> None:
+def test_data_rank_terms_by_their_inputs() -> None:
     """A large lambda on an input that is always zero is worth nothing."""
     layer = cpnorm.canonical_norm(nn.Linear(4, 4, bias=False))
     eye = torch.eye(4)
     layer.replace_terms(CPTensor.from_terms(torch.tensor([9.0, 1.0, 2.0, 3.0]), [eye, eye]))
     x = torch.randn(50, 4) * torch.tensor([0.0, 1.0, 1.0, 1.0])
     for criterion in ("lambda", "gram", "taylor"):
-        twin = copy.deepcopy(layer)
+        copied = copy.deepcopy(layer)
         data = [(x, torch.randn(50, 4))]
-        truncate(twin, ranks=3, criterion=criterion, refit="none", data=data, loss_function=F.mse_loss)
-        assert sorted(twin.lambdas.tolist()) == [1, 2, 3], criterion
+        truncate(copied, ranks=3, criterion=criterion, refit="none", data=data, loss_function=F.mse_loss)
+        assert sorted(copied.lambdas.tolist()) == [1, 2, 3], criterion
     truncate(layer, ranks=3, refit="none")
     assert sorted(layer.lambdas.tolist()) == [2, 3, 9]
 
@@ -213,11 +213,13 @@ def test_gram_sees_overlaps_that_lambda_does_not() -> None:
     layer = cpnorm.canonical_norm(nn.Linear(3, 3, bias=False))
     a, b = torch.eye(3)[:, [0, 0, 1]], torch.eye(3)[:, [0, 0, 1]]
     layer.replace_terms(CPTensor.from_terms(torch.tensor([1.0, -0.9, 0.95]), [a, b]))
-    twin, whole = copy.deepcopy(layer), 0.1**2 + 0.95**2
+    copied, whole = copy.deepcopy(layer), 0.1**2 + 0.95**2
     # By size -0.9 goes, then 0.95; but with -0.9 gone, 1.0 is mostly what that cancelled.
     assert truncate(layer, ranks=1, refit="none").energy == pytest.approx(1 - (0.9**2 + 0.95**2) / whole, rel=1e-4)
-    assert truncate(twin, ranks=1, criterion="gram", refit="none").energy == pytest.approx(1 - 0.1**2 / whole, rel=1e-4)
-    assert truncate(copy.deepcopy(twin), ranks=1, criterion="gram").energy == 1
+    assert truncate(copied, ranks=1, criterion="gram", refit="none").energy == pytest.approx(
+        1 - 0.1**2 / whole, rel=1e-4
+    )
+    assert truncate(copy.deepcopy(copied), ranks=1, criterion="gram").energy == 1
 
 
 # --- refits -------------------------------------------------------------------------------------------------------
@@ -277,12 +279,12 @@ def test_skip(skip, expected: list[int]) -> None:
     assert ranks(model) == expected
 
 
-def test_a_dry_run_tells_and_does_nothing() -> None:
+def test_a_dry_run_reports_and_changes_nothing() -> None:
     model = network()
     state = copy.deepcopy(model.state_dict())
-    told = truncate(model, params=1000, refit="lambdas", dry_run=True)
+    reported = truncate(model, params=1000, refit="lambdas", dry_run=True)
     assert unchanged(model, state)
-    assert truncate(model, params=1000, refit="lambdas") == told
+    assert truncate(model, params=1000, refit="lambdas") == reported
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -342,23 +344,23 @@ def test_a_wrong_call_changes_nothing() -> None:
 @pytest.mark.parametrize("criterion", ["lambda", "gram", "taylor"])
 @pytest.mark.parametrize("budget", [{"params": 1500}, {"energy": 0.8}, {"loss": 0.1}, {"rate": 0.5}], ids=str)
 def test_on_a_gpu_as_on_the_cpu(budget: dict, criterion: str, refit: str) -> None:
-    model, twin = network(), network().cuda()
-    optimizer = torch.optim.Adam(twin.parameters())
-    twin(batches()[0][0].cuda()).square().sum().backward()
+    model, copied = network(), network().cuda()
+    optimizer = torch.optim.Adam(copied.parameters())
+    copied(batches()[0][0].cuda()).square().sum().backward()
     optimizer.step()
-    twin.load_state_dict(model.state_dict())
-    report = truncate(twin, **budget, criterion=criterion, refit=refit, data=batches(), optimizer=optimizer)
-    assert {p.device.type for p in twin.parameters()} == {"cuda"}
+    copied.load_state_dict(model.state_dict())
+    report = truncate(copied, **budget, criterion=criterion, refit=refit, data=batches(), optimizer=optimizer)
+    assert {p.device.type for p in copied.parameters()} == {"cuda"}
     truncate(model, ranks={row.name: row.rank_after for row in report.layers}, criterion=criterion, data=batches())
-    assert ranks(model) == ranks(twin)
-    twin(batches()[0][0].cuda()).square().sum().backward()
+    assert ranks(model) == ranks(copied)
+    copied(batches()[0][0].cuda()).square().sum().backward()
     optimizer.step()
 
 
 # --- on real data -------------------------------------------------------------------------------------------------
 
 
-def test_on_a_trained_network_refits_and_budgets_earn_their_keep() -> None:
+def test_refits_and_budgets_help_on_a_trained_network() -> None:
     datasets = pytest.importorskip("sklearn.datasets")
     images, labels = datasets.load_digits(return_X_y=True)
     images, labels = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16, torch.tensor(labels)
@@ -400,7 +402,7 @@ def test_the_guide_runs() -> None:
     assert "params=60000" in printed.getvalue()
 
 
-def test_a_layer_whose_terms_cancel_pays_for_nobody() -> None:
+def test_terms_that_cancel_do_not_distort_the_budget() -> None:
     for seed in range(5):
         torch.manual_seed(seed)
         model = cpnorm.canonical_norm(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)))
@@ -412,7 +414,7 @@ def test_a_layer_whose_terms_cancel_pays_for_nobody() -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1e25])
-def test_the_energy_that_is_kept_has_no_scale(scale: float) -> None:
+def test_the_kept_energy_does_not_depend_on_the_scale(scale: float) -> None:
     torch.manual_seed(0)
     layer = cpnorm.canonical_norm(nn.Linear(8, 8))
     expected = cpnorm.truncate(copy.deepcopy(layer), rate=0.5).energy

@@ -32,8 +32,8 @@ def test_a_matrix_has_the_singular_values_of_the_whitened_one() -> None:
         assert output_error(weight, cp_calibrated(weight, rank, x.mT @ x / 500), x) == pytest.approx(expected, rel=1e-2)
 
 
-def test_a_metric_on_the_outputs_counts() -> None:
-    """Outputs that do not matter may be wrong."""
+def test_errors_are_measured_in_the_metric_of_the_outputs() -> None:
+    """Outputs of small weight in the metric may be wrong."""
     torch.manual_seed(0)
     weight = torch.randn(8, 6, dtype=torch.float64)
     metric = torch.diag(torch.tensor([1.0, 1, 1, 1, 0, 0, 0, 0], dtype=torch.float64))
@@ -66,7 +66,7 @@ def test_moments_may_be_singular() -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_groups_have_moments_of_their_own(groups: int) -> None:
+def test_each_group_has_its_own_moments(groups: int) -> None:
     torch.manual_seed(0)
     weight = torch.randn(8, 3, 3, 3, dtype=torch.float64)
     x = torch.stack([correlated(300, 27, seed) for seed in range(groups)])

@@ -1,4 +1,4 @@
-"""The decompositions against singular values, TensorLy and planted terms, and at the edges of what they are given."""
+"""Decompositions against singular values, TensorLy and planted terms, and on extreme weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def draw(shape: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float
 
 
 def planted(shape: tuple[int, ...], rank: int, seed: int = 0) -> Tensor:
-    """A sum of so many random terms of similar size."""
+    """Return a sum of random terms of similar size."""
     factors = [torch.randn(d, rank, generator=seeded(seed + i)) for i, d in enumerate(shape)]
     return CPTensor.from_terms(torch.linspace(1.5, 1, rank), factors).to_dense()
 
@@ -250,7 +250,7 @@ class TestAls:
         start = CPTensor.from_terms(torch.tensor([6.0, 3.0]), factors)
         torch.testing.assert_close(cp_als(start.to_dense(), 2, init=start).lambdas, torch.tensor([6.0, 3.0]))
 
-    def test_a_start_of_another_scale_or_precision_will_do(self):
+    def test_a_start_may_have_another_scale_or_precision(self):
         weight = planted((8, 7, 3), 4) * 1e4
         start = cp_power(weight, 4, generator=seeded())
         start = CPTensor(start.sigma * 2, start.lambdas / 2, tuple(f * 3 for f in start.factors)).to(torch.float64)
@@ -334,7 +334,7 @@ class TestEstimateRank:
         assert rank == 1 + sum(f < 0.9 for f in expected)
         assert [r for r, _ in curve] == list(range(1, 31))
 
-    def test_progress_ends_where_it_said(self):
+    def test_progress_ends_at_its_total(self):
         seen: list[tuple[int, int]] = []
         estimate_rank(draw((8, 6, 3, 3)), sweeps=3, progress=lambda done, total: seen.append((done, total)))
         done = [d for d, _ in seen]
@@ -422,7 +422,7 @@ class TestAll:
             estimate_rank(weight)
 
     @pytest.mark.parametrize("rank", [0, -3, 2.5])
-    def test_a_rank_that_is_none_is_an_error(self, decompose, rank):
+    def test_invalid_ranks_are_an_error(self, decompose, rank):
         with pytest.raises(ValueError, match=rf"expected rank >= 1, got {rank} for a weight of shape \(4, 3, 2\)"):
             decompose(draw((4, 3, 2)), rank)
 
@@ -446,7 +446,7 @@ def test_the_replayed_graph_finds_what_single_steps_find():
 
 
 def structured(name: str) -> Tensor:
-    """Weights of a rank far below the bound, as people write them by hand."""
+    """Weights of a rank far below the exact rank, written by hand."""
     line = torch.tensor([0.25, 0.75, 0.75, 0.25])
     kernel = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
     return {
@@ -460,7 +460,7 @@ def structured(name: str) -> Tensor:
 @pytest.mark.parametrize("times", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["constant", "box", "bilinear", "inflated"])
-def test_power_where_nothing_is_left_for_most_terms(name: str, dtype: torch.dtype, times: int) -> None:
+def test_power_gives_a_weight_of_low_rank_few_terms(name: str, dtype: torch.dtype, times: int) -> None:
     weight = structured(name).to(dtype)
     rank = times * exact_rank(weight.shape)
     for seed in range(4):

@@ -166,7 +166,7 @@ def test_fit_is_the_papers_measure():
         cp.fit(dense.transpose(0, 1))
 
 
-def test_fit_of_nothing_is_perfect_only_by_nothing():
+def test_a_zero_tensor_is_fitted_perfectly_only_by_zero():
     zero = CPTensor.from_terms(torch.zeros(2), [torch.ones(3, 2), torch.ones(4, 2)])
     assert zero.fit(torch.zeros(3, 4)) == 1
     assert CPTensor.from_terms(torch.ones(2), zero.factors).fit(torch.zeros(3, 4)) == 0
@@ -229,14 +229,14 @@ def test_dense_from_terms_scales_either_side():
         ((torch.tensor(1.0), torch.ones(2), (torch.ones(3), torch.ones(3, 2))), r"factor 0 .* got \(3,\)"),
     ],
 )
-def test_parts_that_do_not_belong_together_are_an_error(parts, message):
+def test_inconsistent_parts_are_an_error(parts, message):
     with pytest.raises(ValueError, match=message):
         CPTensor(*parts)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rank", [3, 8, 571])
-def test_ranks_off_the_tensor_cores_give_the_same_on_a_gpu(rank):
+def test_unaligned_ranks_give_the_same_weight_on_a_gpu(rank):
     cp = random_cp((16, 8, 3, 3), rank)
     torch.testing.assert_close(cp.to("cuda").to_dense().cpu(), by_einsum(cp))
     padded = aligned(cp.to("cuda").factors[0])
@@ -244,7 +244,7 @@ def test_ranks_off_the_tensor_cores_give_the_same_on_a_gpu(rank):
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e20])
-def test_norm_and_fit_have_no_scale(scale: float) -> None:
+def test_norm_and_fit_stay_in_range_at_any_scale(scale: float) -> None:
     dense = torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(0))
     cp = cpnorm.cp_power(dense, 8)
     scaled = cpnorm.CPTensor(cp.sigma * scale, cp.lambdas, cp.factors)

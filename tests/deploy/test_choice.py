@@ -71,7 +71,7 @@ def test_of_candidates_as_fast_up_to_noise_the_smallest_is_taken(monkeypatch: py
     assert "as fast as dense up to noise" in str(choice)
 
 
-def test_the_whole_must_gain_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_model_must_be_faster_too(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = dict.fromkeys(ALL, 4.0) | {"dense": 2.0, "unchanged": 3.0}
     timed_by(monkeypatch, layer=lambda form: 2.0 - len(form) / 20, model=lambda name: whole[name])
     choice = choose_forms(network(), image(64))
@@ -100,7 +100,7 @@ def test_a_dense_result_of_a_small_model_is_announced(monkeypatch: pytest.Monkey
     assert sum(p.numel() for name, p in chains.named_parameters() if name.endswith("weight")) == smallest
     assert sum(p.numel() for p in small.parameters()) > 3 * smallest
     exact = canonical_norm(nn.Sequential(nn.Linear(8, 8)))
-    factorize(exact, torch.randn(2, 8))  # nothing smaller was possible, and nothing is said
+    factorize(exact, torch.randn(2, 8))  # nothing smaller was possible: no warning
 
 
 def test_at_full_rank_everything_stays_dense() -> None:
@@ -111,7 +111,7 @@ def test_at_full_rank_everything_stays_dense() -> None:
         assert choice.total("chosen") == choice.total("dense")
 
 
-def test_layers_alike_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_layers_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = timed_by(monkeypatch, layer=lambda _: 1.0, model=lambda _: 1.0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(5)), nn.Linear(64, 64, bias=False))
     choose_forms(canonical_norm(model, 4, "kaiming_normal"), torch.randn(8, 64))
@@ -130,7 +130,7 @@ def test_the_choice_prints_and_is_data() -> None:
     assert f"{dense.parameters:,}" in lines[-1]
     weights = [p for name, p in choice.apply(model).named_parameters() if name.endswith("weight")]
     assert choice.total("chosen").parameters == sum(p.numel() for p in weights)
-    for row, layer in zip(summary(model, image()).layers, choice.layers.values(), strict=True):  # they count alike
+    for row, layer in zip(summary(model, image()).layers, choice.layers.values(), strict=True):
         sizes = dataclasses.asdict(row)
         dense_size = sizes.get("weights_dense", sizes.get("parameters_dense"))
         assert (layer.costs["dense"].parameters, layer.costs["dense"].flops) == (dense_size, row.flops_dense)
@@ -138,7 +138,7 @@ def test_the_choice_prints_and_is_data() -> None:
 
 
 class Clock:
-    """Time that passes only when a run says so; its times are taken in turn, the last one again and again."""
+    """A clock that advances by given times, one for each run; the last one is repeated."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.calls = 0.0, {}

@@ -99,9 +99,9 @@ def test_shared_and_tied_layers_stay_so() -> None:
         assert small.again[0] is small.one
         assert small.two is not small.one
         close(small(x), model(x), 1e-5)
-    twin = choose_forms(model, x, measure=False, forms={"one": "low-rank"}).apply(model)
-    assert twin.two.into.weight is twin.one.into.weight
-    assert twin.two.out.bias is not twin.one.out.bias
+    copied = choose_forms(model, x, measure=False, forms={"one": "low-rank"}).apply(model)
+    assert copied.two.into.weight is copied.one.into.weight
+    assert copied.two.out.bias is not copied.one.out.bias
 
 
 def test_layers_that_cannot_be_chains_stay_dense_with_a_reason() -> None:
@@ -173,7 +173,7 @@ def test_old_names_of_arguments_work_and_warn() -> None:
         factorize(model, image(), cuda_graph=True, captured=True)
 
 
-def test_kernels_are_for_gpus_and_go_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_require_a_gpu_and_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     model = network()
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     choice = choose_forms(model, image(), measure=False)

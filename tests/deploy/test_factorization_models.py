@@ -1,4 +1,4 @@
-"""Models that use their layers in ways of their own: factorised they compute the same, or stay dense and say why."""
+"""Models that use their layers in unusual ways compute the same when factorised, or stay dense with a reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_layer_with_hooks_stays_whole() -> None:
         close(factorize(model, x, measure=False)(x), model(x), 1e-5)
 
 
-def test_hooks_hear_what_they_heard() -> None:
+def test_hooks_get_the_same_tensors() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(), nn.Flatten(), nn.Linear(36, 2))
     model = canonical_norm(model).eval()
     heard: list[Tensor] = []
@@ -66,7 +66,7 @@ class ByClass(nn.Module):
 
 
 @pytest.mark.parametrize("measure", [False, True])
-def test_a_model_that_asks_for_classes_stays_dense(measure: bool) -> None:
+def test_a_model_that_checks_layer_classes_stays_dense(measure: bool) -> None:
     model, x = canonical_norm(ByClass(), rank=4), torch.randn(8, 256)
     choice = choose_forms(model, x, measure=measure, goal="parameters")
     assert {(layer.form, layer.reason) for layer in choice.layers.values()} == {
@@ -91,7 +91,7 @@ class ByHand(nn.Module):
         return (y, self.head(between)) if self.training else (y,)
 
 
-def test_what_others_may_read_is_not_overwritten() -> None:
+def test_tensors_that_other_code_may_read_are_not_overwritten() -> None:
     model, x = canonical_norm(ByHand(), rank=4), torch.randn(8, 64)
     small = choose_forms(model, x, measure=False).apply(model)
     for got, wanted in zip(small.train()(x), model.train()(x), strict=True):
@@ -152,7 +152,7 @@ class Quantized(torch.Tensor):
     """Stands for a tensor of torchao, which keeps integers."""
 
 
-def test_tools_that_rewrite_layers_are_told_what_to_call_first() -> None:
+def test_tools_that_rewrite_layers_get_an_error_with_what_to_call_first() -> None:
     """torchao's quantisation assigns a tensor of its own, torch's fusion a scaled one."""
     model = canonical_norm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).eval(), 2, "kaiming_normal")
     with pytest.raises(TypeError, match=r"got a Quantized: .* call cpnorm.factorize or cpnorm.fold first"):

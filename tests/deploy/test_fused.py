@@ -97,10 +97,10 @@ def test_any_sequence(way: str, widest: int, data: st.DataObject) -> None:
     model, x = drawn_model(data)
     before = copy.deepcopy(model.state_dict())
     dtype = torch.float64 if way == "torch" else torch.float32
-    twin = copy.deepcopy(model).to(dtype)
-    traced = trace(twin, x.to(dtype))
+    copied = copy.deepcopy(model).to(dtype)
+    traced = trace(copied, x.to(dtype))
     made, forms, _ = fused_copy(
-        twin, dict.fromkeys(canonical_layers(twin), "dense"), True, find_rewrites(traced), traced.parts, widest
+        copied, dict.fromkeys(canonical_layers(copied), "dense"), True, find_rewrites(traced), traced.parts, widest
     )
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, CPLayer)}
     patches = {
@@ -321,7 +321,7 @@ def test_maps_of_one_dimension() -> None:
     assert forms == {"3": FUSED}
 
 
-def test_layers_of_others_are_not_fused() -> None:
+def test_subclasses_with_their_own_forward_are_not_fused() -> None:
     class Twice(CPConv2d):
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)

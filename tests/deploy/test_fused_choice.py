@@ -1,4 +1,4 @@
-"""How kernels are chosen: candidates, checks of what they compute, and what is said when they fail."""
+"""How kernels are chosen: candidates, checks of their outputs, and warnings when they fail."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_torch_export_of_canonical_and_factorised_models() -> None:
     for layer in canonical_layers(through).values():
         layer.path = "factors"
     forms = {"3": "linear-depthwise"}
-    # A program for all batch sizes cannot choose by them: canonical layers are rebuilt there if nothing else is said.
+    # A program for all batch sizes cannot choose a path by size: canonical layers with path "auto" are rebuilt.
     for candidate in (model, through, factorize(model, image(2), measure=False, forms=forms)):
         program = torch.export.export(candidate, (image(2),), dynamic_shapes=({0: batch},))
         laws.close(program.module()(image(5)), expected, 1e-5)

@@ -40,7 +40,7 @@ def test_sliced_pools() -> None:
         torch.testing.assert_close(model[0](x[1]), wanted[1], rtol=0, atol=0)
 
 
-def test_layouts_are_handed_on() -> None:
+def test_channels_last_weights_give_channels_last_outputs() -> None:
     """With weights that lie channels last, what comes out of a convolution does too, and means the same."""
     model = network().eval()
     choice = choose_forms(model, image(), measure=False)
@@ -91,7 +91,7 @@ def test_relus_run_in_place_where_nothing_else_reads() -> None:
         sum(y.sum() for y in small(x)).backward()
 
 
-def test_relus_wait_for_the_pooling() -> None:
+def test_relus_move_after_the_pooling() -> None:
     """Fewer numbers to look at, the same outputs and gradients; not where the pooling hands out more than numbers."""
 
     class Where(nn.Module):

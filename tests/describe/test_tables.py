@@ -39,7 +39,7 @@ def test_the_numbers_are_those_of_the_model() -> None:
     assert cpnorm.summary(model, x).layers[0].flops == plan.rebuild.flops
 
 
-def test_the_text_says_it() -> None:
+def test_the_text_contains_the_numbers() -> None:
     model = cpnorm.canonical_norm(nn.Sequential(nn.Linear(20, 10)))
     text = str(cpnorm.summary(model))
     assert "10×20" in text
@@ -74,7 +74,7 @@ def test_a_model_without_canonical_layers_is_an_error() -> None:
         cpnorm.summary(nn.ReLU())
 
 
-def test_a_plain_model_is_told_what_it_could_gain() -> None:
+def test_the_summary_of_a_plain_model_lists_possible_savings() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 32))
     with torch.no_grad():
@@ -128,6 +128,6 @@ def test_sparklines() -> None:
     assert line[-1] == "▁"
 
 
-def test_tables_align_and_leave_silent_columns_out() -> None:
+def test_tables_align_and_leave_out_empty_columns() -> None:
     text = table(["name", "n", "note"], [["a", "1,000", "–"], ["long", "2"]], left=(0,))
     assert text.splitlines() == ["name      n", "a     1,000", "long      2"]

@@ -183,7 +183,7 @@ def test_images_in_any_layout(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_nothing_in_nothing_out_and_too_little_is_said(way: str) -> None:
+def test_empty_batches_work_and_too_small_images_raise(way: str) -> None:
     block = fused_block(conv(3, 20, 3, rank=8), pool=True).to(device(way))
     assert forced(way, block, torch.zeros(0, 6, 6, 16, device=device(way))).shape == (0, 20, 2, 2)
     if way == "kernel":
@@ -198,7 +198,7 @@ def test_nothing_in_nothing_out_and_too_little_is_said(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_not_a_number_is_not_hidden(way: str) -> None:
+def test_nan_is_not_hidden(way: str) -> None:
     block = fused_block(conv(3, 20, 3, rank=8, padding=1), relu=True, pool=True).to(device(way))
     x = torch.zeros(1, 4, 4, 16, device=device(way))
     x[0, 0, 0, 0] = torch.nan
@@ -207,7 +207,7 @@ def test_what_is_not_a_number_is_not_hidden(way: str) -> None:
     assert not y[0, :, 1, 1].isnan().any()
 
 
-def test_in_double_precision_and_where_gradients_are_asked_for_torch_does_it() -> None:
+def test_torch_computes_double_precision_and_gradients() -> None:
     layer = conv(3, 20, 3, rank=8, padding=1)
     x = torch.randn(2, 3, 6, 6, dtype=torch.float64, requires_grad=True)
     block = fused_block(copy.deepcopy(layer).double(), relu=True, pool=True, patches=True)
@@ -219,7 +219,7 @@ def test_in_double_precision_and_where_gradients_are_asked_for_torch_does_it() -
     assert fused_block(layer, patches=True)(x.detach().float().requires_grad_()).requires_grad
 
 
-def test_it_is_a_module() -> None:
+def test_a_block_is_a_module() -> None:
     block = fused_block(conv(3, 20, 3, rank=8, padding=1), relu=True, pool=True, following=conv(20, 4, 1, rank=17))
     assert str(block) == "FusedBlock(terms 16 -> 20 -> 32, relu, pool, kernel=(3, 3))"
     assert {name: tuple(value.shape) for name, value in block.state_dict().items()} == {
@@ -229,9 +229,9 @@ def test_it_is_a_module() -> None:
         "into": (20, 32),
     }
     assert not list(block.parameters())
-    twin, x = copy.deepcopy(block), torch.randn(1, 4, 4, 16)
-    torch.testing.assert_close(twin(x), block(x), rtol=0, atol=0)
-    assert twin.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+    copied, x = copy.deepcopy(block), torch.randn(1, 4, 4, 16)
+    torch.testing.assert_close(copied(x), block(x), rtol=0, atol=0)
+    assert copied.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
 
 
 def test_which_layers_can_be_blocks() -> None:
@@ -253,7 +253,7 @@ def test_which_layers_can_be_blocks() -> None:
     assert not any(can_fuse(layer, patches=True) for layer in (linear(3, 8, rank=2), conv(8, 8, 3, rank=2)))
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_misfits_are_errors() -> None:
     layer = conv(3, 8, 3, rank=4)
     with pytest.raises(ValueError, match="can be a fused block"):
         fused_block(conv(3, 8, 3, rank=257))

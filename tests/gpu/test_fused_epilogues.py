@@ -59,11 +59,11 @@ def test_epilogues_of_all_kinds(way: str, relu: bool, pool: bool, bias: bool) ->
     x = torch.randn(2, 6, 5, 7)
     for maps in (x, x.contiguous(memory_format=torch.channels_last)):
         check_epilogue(way, maps, relu=relu, pool=pool, bias=bias)
-    twin = FusedEpilogue(torch.zeros(3) if bias else None, relu=relu, pool=pool)
+    copied = FusedEpilogue(torch.zeros(3) if bias else None, relu=relu, pool=pool)
     named = ["relu"] * relu + ["pool"] * pool + ["bias"] * bias
-    assert str(twin) == f"FusedEpilogue({', '.join(named)})"
-    assert list(twin.state_dict()) == ["bias"] * bias
-    assert not list(twin.parameters())
+    assert str(copied) == f"FusedEpilogue({', '.join(named)})"
+    assert list(copied.state_dict()) == ["bias"] * bias
+    assert not list(copied.parameters())
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -41,14 +41,14 @@ def test_blocks_fit_into_the_memory_that_threads_share(shared: int) -> None:
 
 
 def test_large_tiles_that_go_on_to_terms_take_more_than_one_turn() -> None:
-    """Of code without turns ptxas 12.8 makes one that reads a register that nobody has written."""
+    """For a loop with a single iteration, ptxas 12.8 generates code that reads an uninitialised register."""
     for channels, terms, following, pool in itertools.product((17, 32, 48, 64, 100), (16, 64, 128), (16, 32), (0, 1)):
         blocks = fused_launch._blocks(10**6, channels, terms, following, bool(pool), 2, fused_launch.H200_SHARED)
         assert blocks.pixels < 64 or blocks.channels < channels
 
 
 class CountingKernel:
-    """Stands for one of triton's: notes who is asked to start what."""
+    """A stand-in for a Triton kernel that records its launches."""
 
     __name__ = "counting"
 
@@ -93,8 +93,8 @@ def test_triton_looks_at_arguments_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert (len(kernel.looked), len(kernel.started), len(plan.compiled)) == (4, 3, 1)
 
 
-def test_what_is_compiled_anew_has_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that a kernel's code depends on, beside where tensors lie."""
+def test_everything_that_changes_the_code_changes_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that a kernel's code depends on, apart from addresses."""
     plans: list[fused_launch.Plan] = []
     monkeypatch.setitem(
         sys.modules, "cpnorm.gpu.fused_kernels", SimpleNamespace(block_kernel=None, epilogue_kernel=None)
@@ -121,8 +121,8 @@ def test_what_is_compiled_anew_has_another_plan(monkeypatch: pytest.MonkeyPatch)
 
 
 @NEEDS_TRITON
-def test_constants_stand_in_the_order_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a compiled kernel takes them by their place."""
+def test_constants_are_in_the_order_of_the_kernel_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled kernel takes them by position."""
     seen: dict[str, list[str]] = {}
 
     def note(kernel: Any, plan: fused_launch.Plan, tensors: Any) -> None:
@@ -138,8 +138,8 @@ def test_constants_stand_in_the_order_of_the_kernels(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.gpu
-def test_one_after_the_other_on_a_gpu() -> None:
-    """Kernels that are started again, with tensors elsewhere and of other sizes and kinds, between each other."""
+def test_kernels_launched_in_turns_on_a_gpu() -> None:
+    """Kernels are launched again with tensors of other addresses, sizes and dtypes, alternately."""
     block = fused_block(conv(12, 40, 3, rank=16, padding=1), relu=True, pool=True)
     fused = [copy.deepcopy(block).to("cuda", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
     room = torch.randn(5 * 8 * 8 * 16 + 8, device="cuda")
@@ -161,7 +161,7 @@ def test_compiled_as_a_whole(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", [KERNEL])
-def test_the_compiler_knows_what_comes_out(way: str) -> None:
+def test_fake_outputs_have_the_shapes_of_real_ones(way: str) -> None:
     for layout in (torch.contiguous_format, torch.channels_last):
         x = torch.randn(2, 5, 6, 4, device=device(way)).contiguous(memory_format=layout)
         torch.library.opcheck(

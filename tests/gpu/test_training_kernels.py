@@ -184,8 +184,8 @@ def test_steps_as_torch_takes_them(layers: str, free: bool, optimizer: str, prec
         trained.multiply()
 
 
-def test_vectors_that_die() -> None:
-    """Become arbitrary unit vectors, and their lambda 0."""
+def test_zero_vectors_become_unit_vectors_with_lambda_zero() -> None:
+    """As ``renormalize`` does."""
     from cpnorm.gpu.train_step import FusedUpdate
 
     terms = [terms_of(9, 5, (3, 3), 7), terms_of(4, 30, (), 6)]
@@ -202,7 +202,7 @@ def test_vectors_that_die() -> None:
 
 
 def test_a_free_vector_without_a_direction() -> None:
-    """Has neither a part in the weight nor a gradient, as in the layers themselves."""
+    """It contributes nothing to the weight and has no gradient, as in the layers."""
     from cpnorm.gpu.train_step import FusedUpdate
 
     terms = terms_of(9, 5, (3, 3), 7, free=True)
@@ -255,7 +255,7 @@ def test_only_aligned_terms() -> None:
         FusedUpdate([terms], torch.float32, rule)
 
 
-def test_optimizers_that_no_kernel_knows() -> None:
+def test_unsupported_optimizers_have_no_rule() -> None:
     several = [{"params": [torch.zeros(1)], "weight_decay": decay} for decay in (0.0, 0.1)]
     for unknown in (
         torch.optim.Adagrad([torch.zeros(1)]),

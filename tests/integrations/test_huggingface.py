@@ -120,7 +120,7 @@ def test_a_folder_as_on_the_hub(tmp_path: Path) -> None:
     assert "cpnorm" not in json.loads((tmp_path / "dense" / "config.json").read_text())
 
 
-def test_a_config_of_ones_own(tmp_path: Path) -> None:
+def test_a_config_may_be_given(tmp_path: Path) -> None:
     model = cpnorm.canonical_norm(nn.Linear(8, 4), rank=2)
     model.config = {"inputs": 8}
     save_pretrained(model, tmp_path)

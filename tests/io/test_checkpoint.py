@@ -1,4 +1,4 @@
-"""Save and load: every layer, every pair of forms, files that lie, and a fresh process."""
+"""Save and load: every layer, every pair of forms, inconsistent files, and a fresh process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TESTS = Path(__file__).parents[1]
 
 
 class Net(nn.Module):
-    """Convolutions, buffers of integers and floats, and a linear layer behind a flatten."""
+    """Convolutions, buffers of integers and floats, and a linear layer after a flatten."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ def small_net(**options) -> Net:
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
-    state, twin = one.state_dict(), other.state_dict()
-    return list(state) == list(twin) and all(torch.equal(state[key], twin[key]) for key in state)
+    state, copied = one.state_dict(), other.state_dict()
+    return list(state) == list(copied) and all(torch.equal(state[key], copied[key]) for key in state)
 
 
 # --- what comes back ----------------------------------------------------------------------------------------------
@@ -212,11 +212,11 @@ def test_views_of_one_memory(tmp_path: Path) -> None:
 
 def unchanged(path: Path, target: nn.Module, message: str) -> None:
     """Loading raises this one ValueError, and the model is what it was."""
-    twin, kinds = copy.deepcopy(target), [type(module) for module in target.modules()]
+    copied, kinds = copy.deepcopy(target), [type(module) for module in target.modules()]
     parameters = list(target.parameters())
     with pytest.raises(ValueError, match=message):
         load(path, target)
-    assert same(target, twin)
+    assert same(target, copied)
     assert [type(module) for module in target.modules()] == kinds
     assert all(one is other for one, other in zip(parameters, target.parameters(), strict=True))
 
@@ -345,7 +345,7 @@ LIES |= {k: file_with({"__metadata__": {"cpnorm": json.dumps(v)}, **FLAT}, bytes
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_lies_are_one_value_error(lie: str, tmp_path: Path) -> None:
+def test_inconsistent_files_raise_one_value_error(lie: str, tmp_path: Path) -> None:
     path = tmp_path / "lie.safetensors"
     path.write_bytes(LIES[lie])
     unchanged(path, nn.Linear(2, 2), str(path))
@@ -410,7 +410,7 @@ def test_a_loaded_layer_remembers_its_class(tmp_path: Path) -> None:
     assert type(fold(loaded).out_proj) is type(nn.MultiheadAttention(8, 2).out_proj)
 
 
-def test_a_path_that_is_none_is_not_written(tmp_path: Path) -> None:
+def test_an_invalid_path_is_not_written(tmp_path: Path) -> None:
     layer = canonical_norm(nn.Linear(4, 3))
     layer.path = "shortest"
     with pytest.raises(ValueError, match="expected path to be one of auto, rebuild, factors, got 'shortest'"):

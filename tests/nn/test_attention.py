@@ -63,21 +63,21 @@ def test_it_computes_the_same(batched: bool, batch_first: bool, need_weights: bo
     for (mask, padding), average in product(ways, (True, False) if need_weights else (True,)):
         call = {"query": query, "key": memory, "value": memory, "need_weights": need_weights}
         call |= {"average_attn_weights": average, **masks(mask, padding, batched)}
-        twin = copy.deepcopy(model)
-        assert unpack_attention(twin, call) == {}
-        assert sum(isinstance(module, nn.Linear) for module in twin.modules()) == 4
-        assert sum(p.numel() for p in twin.parameters()) == sum(p.numel() for p in model.parameters())
+        copied = copy.deepcopy(model)
+        assert unpack_attention(copied, call) == {}
+        assert sum(isinstance(module, nn.Linear) for module in copied.modules()) == 4
+        assert sum(p.numel() for p in copied.parameters()) == sum(p.numel() for p in model.parameters())
         buffer = io.BytesIO()
-        torch.save(copy.deepcopy(twin.attention), buffer)
+        torch.save(copy.deepcopy(copied.attention), buffer)
         buffer.seek(0)
-        for each in (twin, torch.load(buffer, weights_only=False).eval()):
+        for each in (copied, torch.load(buffer, weights_only=False).eval()):
             for got, wanted in zip(each(**call), model(**call), strict=True):
                 assert (got is None) == (wanted is None)
                 if wanted is not None:
                     torch.testing.assert_close(got, wanted)
 
 
-def test_calls_of_another_kind_are_errors(capfd: pytest.CaptureFixture[str]) -> None:
+def test_calls_unlike_the_example_are_errors(capfd: pytest.CaptureFixture[str]) -> None:
     model, x = net(batch_first=True), torch.randn(BATCH, TARGETS, WIDTH)
     call = {"query": x, "key": x, "value": x, "need_weights": False}
     unpack_attention(model, call)
@@ -95,7 +95,7 @@ class Own(nn.MultiheadAttention):
     """A subclass."""
 
 
-def test_what_stays_packed_says_why() -> None:
+def test_layers_that_stay_packed_have_a_reason() -> None:
     x = torch.randn(TARGETS, BATCH, WIDTH)
     call = {"query": x, "key": x, "value": x}
     for attention, reason in (
@@ -120,16 +120,16 @@ def encoder(**options: Any) -> nn.TransformerEncoder:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # which torch's fast path makes
 @pytest.mark.parametrize("masked", [False, True])
-def test_an_encoder_on_its_fast_path_or_not(masked: bool) -> None:
+def test_encoders_compute_the_same_with_and_without_the_fast_path(masked: bool) -> None:
     x, options = torch.randn(4, TARGETS, WIDTH), dict[str, Any]()
     if masked:
         options["src_key_padding_mask"] = torch.arange(TARGETS) >= torch.tensor([[5], [4], [2], [5]])
     for model in (encoder(), encoder(norm_first=True, activation="gelu")):
-        twin = copy.deepcopy(model)
-        assert unpack_attention(twin, {"src": x, **options}) == {}
+        copied = copy.deepcopy(model)
+        assert unpack_attention(copied, {"src": x, **options}) == {}
         seen = ~options["src_key_padding_mask"] if masked else torch.ones(4, TARGETS).bool()
         with torch.inference_mode():  # where torch takes its fast path
-            torch.testing.assert_close(twin(x, **options)[seen], model(x, **options)[seen])
+            torch.testing.assert_close(copied(x, **options)[seen], model(x, **options)[seen])
 
 
 def test_an_encoder_is_shrunk_in_all_its_layers() -> None:

@@ -46,7 +46,7 @@ def test_ranks(rank, expected) -> None:
     assert [layer.rank for layer in cpnorm.canonical_layers(model).values()] == expected
 
 
-def test_a_rank_above_the_exact_bound_is_exact() -> None:
+def test_a_rank_above_the_exact_rank_is_exact() -> None:
     plain = nn.Conv2d(3, 64, 3)
     before = plain.weight.detach().clone()
     layer = cpnorm.canonical_norm(plain, rank=36)
@@ -126,7 +126,7 @@ def test_subclasses_with_their_own_forward_are_left_alone() -> None:
     assert list(cpnorm.canonical_layers(model)) == ["1"]
 
 
-def test_attention_works() -> None:
+def test_attention_layers_compute_the_same() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
     x = torch.randn(2, 5, 16)
@@ -148,7 +148,7 @@ def test_a_tied_or_parametrized_layer_stays_dense_and_the_rest_is_converted() ->
     assert list(cpnorm.canonical_layers(model)) == ["1"]
     assert head.weight is model[0].weight
     close(model(tokens), expected, 1e-5)
-    cpnorm.canonical_norm(cpnorm.fold(model), skip=["2", "3"])  # said so, there is nothing to warn of
+    cpnorm.canonical_norm(cpnorm.fold(model), skip=["2", "3"])  # named in skip, they cause no warning
     assert cpnorm.ranks_for_budget(cpnorm.fold(model), params=90, skip="2") == {"1": 3}
 
 
@@ -183,7 +183,7 @@ def test_a_user_s_own_attributes_are_kept(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:canonical_norm leaves layers dense")
 @pytest.mark.parametrize("kind", [WithBuffer, lambda: Stubborn(4, 4)], ids=["buffer", "setattr"])
-def test_a_subclass_that_uses_such_a_name_stays_as_it_is(kind) -> None:
+def test_a_subclass_with_a_reserved_name_is_left_alone(kind) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), kind(), nn.Linear(4, 4)), torch.randn(2, 4)
     expected, keys = model(x), set(model[1].state_dict())
     cpnorm.canonical_norm(model)
@@ -261,7 +261,7 @@ def test_refusals_leave_the_model_as_it_was(case: str) -> None:
             assert torch.equal(torch.nan_to_num(value), torch.nan_to_num(before[0][key]))
 
 
-def test_renormalize_after_needs_something_to_do() -> None:
+def test_renormalize_after_raises_without_canonical_layers() -> None:
     model = network()
     with pytest.raises(ValueError, match="no canonical layer"):
         cpnorm.renormalize_after(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -299,7 +299,7 @@ def test_fold_brings_the_class_back():
     assert "plain" not in vars(layer)
 
 
-def test_a_parametrized_bias_is_in_the_way():
+def test_a_layer_with_a_parametrized_bias_stays_dense():
     layer = nn.Linear(4, 3)
     parametrize.register_parametrization(layer, "bias", Twice())
     with pytest.raises(ValueError, match="has a parametrization"):
@@ -323,7 +323,7 @@ def test_tensors_assigned_from_a_state_dict_untie_as_in_torch():
     close(model[0].weight, expected, 1e-6)
 
 
-def test_what_is_said_of_one_tied_layer_is_said_of_both():
+def test_options_of_one_tied_layer_apply_to_both():
     model = cpnorm.canonical_norm(tied(), rank={"2": 3}, modes={"2": (8, 2, 4)})
     assert model[0].rank == model[2].rank == 3
     assert model[0].modes == (8, 2, 4)
@@ -350,7 +350,7 @@ def test_skip_takes_types_of_modules_around_layers() -> None:
 
 
 def test_nan_is_not_taken_for_zero() -> None:
-    """A divergence stays one: it is not renormalised away."""
+    """NaN stays visible: renormalising does not hide it."""
     layer = cpnorm.canonical_norm(nn.Linear(4, 3))
     with torch.no_grad():
         layer.factors[0][0, 1] = float("nan")
@@ -379,7 +379,7 @@ def test_pruned_and_parametrized_lambdas_are_refused() -> None:
 
 
 @pytest.mark.parametrize("half", [0.5, np.float32(0.5), np.float64(0.5), torch.tensor(0.5)])
-def test_shares_of_the_rank_in_any_library_s_numbers(half: object) -> None:
+def test_rank_fractions_may_be_numbers_of_numpy_or_torch(half: object) -> None:
     assert cpnorm.canonical_norm(nn.Linear(8, 8), half).rank == 4
     assert cpnorm.canonical_norm(nn.Linear(8, 8), half + half).rank == 8  # all of it, not one term
 
@@ -399,7 +399,7 @@ class Odd(nn.Conv2d):
 
 
 @pytest.mark.parametrize("layer", [Gated(4, 3), Scaled(4, 3), Odd(3, 4, 3)], ids=lambda layer: type(layer).__name__)
-def test_a_subclass_that_others_may_ask_for_something_is_left_alone(layer: nn.Module) -> None:
+def test_a_subclass_with_methods_of_its_own_is_left_alone(layer: nn.Module) -> None:
     model = nn.Sequential(layer, nn.Linear(3, 2))
     cpnorm.canonical_norm(model)
     assert list(cpnorm.canonical_layers(model)) == ["1"]
@@ -416,7 +416,7 @@ def test_an_optimizer_made_too_early_is_refused() -> None:
     cpnorm.renormalize_after(early, model)
 
 
-def test_what_fold_would_lose_stops_it() -> None:
+def test_fold_refuses_what_it_would_lose() -> None:
     class Double(nn.Module):
         def forward(self, bias: torch.Tensor) -> torch.Tensor:
             return 2 * bias

@@ -1,4 +1,4 @@
-"""What stays dense says why, in one sentence each, and layers under other names are linear layers."""
+"""Layers that stay dense have a reason, and linear layers under other names are found."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Bare(nn.Module):
         self.positions = nn.Parameter(torch.randn(1, 6, 5))
 
 
-def test_every_kind_has_a_sentence() -> None:
+def test_every_kind_of_dense_layer_has_a_reason() -> None:
     model = nn.ModuleDict(
         {
             "linear": nn.Linear(4, 4),
@@ -81,12 +81,12 @@ def gpt2() -> Any:
 
 def test_conv1d_becomes_linear() -> None:
     model, tokens = gpt2(), {"input_ids": torch.randint(100, (4, 12))}
-    twin = unpack_layers(copy.deepcopy(model), tokens)
-    assert sum(isinstance(m, nn.Linear) for m in twin.modules()) == 2 * 4 + 1
-    torch.testing.assert_close(twin(**tokens).logits, model(**tokens).logits)
+    copied = unpack_layers(copy.deepcopy(model), tokens)
+    assert sum(isinstance(m, nn.Linear) for m in copied.modules()) == 2 * 4 + 1
+    torch.testing.assert_close(copied(**tokens).logits, model(**tokens).logits)
 
 
-def test_a_language_model_is_shrunk_without_a_word_from_the_user() -> None:
+def test_a_language_model_is_shrunk_with_default_arguments() -> None:
     """Its Conv1D layers are cut; its output layer stays tied to the embedding, and the report says so."""
     model = gpt2()
     before = copy.deepcopy(model.state_dict())

@@ -74,7 +74,7 @@ def test_lambda_zero_still_learns() -> None:
     assert layer.lambdas.grad.abs().min() > 0
 
 
-def test_classes_build_by_themselves() -> None:
+def test_layer_classes_can_be_built_directly() -> None:
     layer = cpnorm.CPConv2d(3, 8, 3, padding=1, bias=False, rank=5, init="kaiming_normal")
     assert isinstance(layer, nn.Conv2d)
     assert layer.rank == 5
@@ -94,7 +94,7 @@ def test_classes_build_by_themselves() -> None:
         (cpnorm.CPConvTranspose2d, (24, 16, 3)),
     ],
 )
-def test_a_reset_starts_anew_from_nothing(kind: type[nn.Module], arguments: tuple[int, ...]) -> None:
+def test_reset_parameters_does_not_depend_on_old_values(kind: type[nn.Module], arguments: tuple[int, ...]) -> None:
     with torch.device("meta"):
         layer = kind(*arguments, rank=64, init="kaiming_normal")
     layer = layer.to_empty(device="cpu")
@@ -136,7 +136,7 @@ def test_transposed_output_size() -> None:
         close(layer(x, output_size=[12, 12]), expected, 1e-12)
 
 
-def test_the_paths_are_what_they_say() -> None:
+def test_the_factors_path_never_builds_the_weight() -> None:
     """Factors never builds W: with a huge dense weight the rebuilt path would not fit."""
     layer = cpnorm.CPLinear(60, 50, rank=2, init="kaiming_normal")
     shapes = []
@@ -159,13 +159,13 @@ def test_the_paths_are_what_they_say() -> None:
 @pytest.mark.parametrize(
     "layer", [nn.Linear(4, 4), nn.Conv2d(4, 6, 3), nn.ConvTranspose2d(4, 6, 3)], ids=lambda layer: type(layer).__name__
 )
-def test_called_by_the_names_of_torch(layer: nn.Module) -> None:
+def test_forward_takes_the_argument_names_of_torch(layer: nn.Module) -> None:
     x = torch.randn(2, 4) if isinstance(layer, nn.Linear) else torch.randn(2, 4, 5, 5)
     expected = layer(input=x)
     close(cpnorm.canonical_norm(layer)(input=x), expected, 1e-5)
 
 
-def test_traced_it_computes_the_same() -> None:
+def test_jit_trace_computes_the_same() -> None:
     layer, x = cpnorm.canonical_norm(nn.Conv2d(3, 8, 3)), torch.randn(1, 3, 8, 8)
     with pytest.warns():  # that tracing is deprecated, and that the planner looks at shapes
         traced = torch.jit.trace(layer, x)

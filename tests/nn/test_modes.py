@@ -1,4 +1,4 @@
-"""Which linear layers stand behind a flatten; found by running the model, which is left as it was."""
+"""Linear layers after a flatten are found by running the model, which does not change."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_way_to_flatten(way: str) -> None:
 
 
 @pytest.mark.parametrize("between", [nn.ReLU, nn.Dropout, nn.GELU, nn.Identity, nn.Sigmoid], ids=lambda b: b.__name__)
-def test_activations_and_dropout_may_stand_between(between) -> None:
+def test_activations_and_dropout_may_come_between(between) -> None:
     assert flatten_modes(Net(WAYS["flatten"], between), torch.randn(2, 3, 6, 6)) == {"fc": (5, 8, 4, 4)}
 
 

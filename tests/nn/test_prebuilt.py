@@ -1,4 +1,4 @@
-"""Weights built together give the training that layers give which build their own, in whatever loop."""
+"""Training with weights built together equals training with layers that build their own, in any loop."""
 
 from __future__ import annotations
 

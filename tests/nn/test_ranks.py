@@ -93,7 +93,7 @@ def test_modes_are_those_of_canonical_norm() -> None:
         ranks_for_budget(model, params=1000, modes={"2": finer})
 
 
-def test_what_cannot_be_is_an_error() -> None:
+def test_impossible_budgets_are_an_error() -> None:
     model = lenet()
     with pytest.raises(ValueError, match=r"expected params >= .*, which give every layer one term, got 100") as error:
         ranks_for_budget(model, params=100)

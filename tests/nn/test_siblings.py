@@ -1,4 +1,4 @@
-"""Layers with one input, stacked and split again, compute what they did, and share their input vectors."""
+"""Layers with a common input, stacked and split again, compute the same and share their input vectors."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def parameters(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_they_compute_the_same_stacked_cut_and_split(bias: bool) -> None:
+def test_stacked_truncated_and_split_layers_compute_the_same(bias: bool) -> None:
     model, x = network(bias), torch.randn(5, 16)
-    twin = copy.deepcopy(model)
-    assert stack_siblings(twin, x) == {"0.gate.stacked": ("0.gate", "0.up"), "2.gate.stacked": ("2.gate", "2.up")}
-    assert parameters(twin) == parameters(model)
-    torch.testing.assert_close(twin(x), model(x))
+    copied = copy.deepcopy(model)
+    assert stack_siblings(copied, x) == {"0.gate.stacked": ("0.gate", "0.up"), "2.gate.stacked": ("2.gate", "2.up")}
+    assert parameters(copied) == parameters(model)
+    torch.testing.assert_close(copied(x), model(x))
     buffer = io.BytesIO()
-    torch.save(twin, buffer)
+    torch.save(copied, buffer)
     buffer.seek(0)
     torch.testing.assert_close(torch.load(buffer, weights_only=False)(x), model(x))
 
-    canonical = cpnorm.canonical_norm(copy.deepcopy(twin))
+    canonical = cpnorm.canonical_norm(copy.deepcopy(copied))
     assert next(iter(cpnorm.canonical_layers(canonical).values())).modes == (64, 16)
     cpnorm.truncate(canonical, ranks={"0.gate.stacked": 5})
     small = cpnorm.factorize(
@@ -63,7 +63,7 @@ def test_they_compute_the_same_stacked_cut_and_split(bias: bool) -> None:
     torch.testing.assert_close(small[2].up.weight, model[2].up.weight, rtol=0, atol=1e-5)
 
 
-def test_what_is_not_stacked() -> None:
+def test_layers_with_hooks_or_shared_weights_are_not_stacked() -> None:
     model, x = network(), torch.randn(5, 16)
     model[0].gate.register_forward_hook(lambda *_: None)
     model[2].tied = nn.Linear(16, 40)
@@ -82,7 +82,7 @@ def test_what_is_not_stacked() -> None:
     assert stack_siblings(nn.Sequential(Twice()), torch.randn(2, 4)) == {}
 
 
-def test_shrink_lets_them_share_and_says_so() -> None:
+def test_shrink_shares_input_vectors_and_reports_it() -> None:
     model = nn.Sequential(*(Gated(True) for _ in range(2)))
     x = torch.randn(64, 16)
     small = cpnorm.shrink(model, x, parameters=0.6)
@@ -103,7 +103,7 @@ class Reads(nn.Module):
         return self.a(x.to(self.a.weight.dtype)) * self.b(x)
 
 
-def test_layers_whose_weights_are_read_stay_apart() -> None:
+def test_layers_whose_weights_are_read_are_not_stacked() -> None:
     small = cpnorm.shrink(nn.Sequential(Reads(), nn.Linear(16, 16)), torch.randn(64, 16), parameters=0.9)
     assert {layer.name for layer in small.report.layers} == {"0.b", "1"}
     assert [each.reason for each in small.report.dense] == ["other code reads its weight"]

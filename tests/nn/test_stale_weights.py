@@ -59,7 +59,7 @@ CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_seen_at_once(change: str) -> None:
+def test_a_changed_parameter_changes_the_output_at_once(change: str) -> None:
     model, x = network(), torch.randn(2, 3, 6, 6)
     before = model(x)
     assert model[0].prebuilt is not None  # or there would be nothing to test
@@ -72,7 +72,7 @@ def test_a_change_is_seen_at_once(change: str) -> None:
 
 
 @torch.no_grad()
-def test_a_tied_layer_sees_it_too() -> None:
+def test_a_changed_parameter_changes_tied_layers_too() -> None:
     model, x = tied(), torch.randn(2, 6)
     for layer in model:
         layer.path = "rebuild"

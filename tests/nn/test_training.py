@@ -1,4 +1,4 @@
-"""With equal angles one step of Adam turns all vectors alike, whatever their length."""
+"""With equal_angles a step of Adam turns vectors of all lengths by similar angles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def angles_of_a_step(groups: Any, model: nn.Module, kind: type[torch.optim.Optim
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
-def test_vectors_of_all_lengths_turn_alike(kind: type[torch.optim.Optimizer]) -> None:
+def test_vectors_of_all_lengths_turn_by_similar_angles(kind: type[torch.optim.Optimizer]) -> None:
     model = network().double()
     alike = angles_of_a_step(cpnorm.equal_angles(model, 0.001), model, kind)
     assert set(alike) == {3, 10, 32, 32 * 36}
@@ -51,7 +51,7 @@ def test_every_parameter_is_in_one_group() -> None:
     assert {rates[id(p)] for p in (layer.sigma, layer.lambdas, layer.bias, model[1].weight)} == {0.01}
 
 
-def test_schedulers_and_truncation_go_on_with_the_groups() -> None:
+def test_schedulers_and_truncation_work_with_the_groups() -> None:
     model = network()
     optimizer = torch.optim.Adam(cpnorm.equal_angles(model, 0.01))
     rates = [group["lr"] for group in optimizer.param_groups]
