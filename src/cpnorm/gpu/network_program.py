@@ -15,13 +15,13 @@ from torch.autograd.graph import increment_version
 from cpnorm.gpu import training_kernels, weight_kernels
 from cpnorm.gpu.fused_step import has_kernels
 from cpnorm.gpu.optimizer_rules import Rule
+from cpnorm.gpu.replayed import Replayed
 from cpnorm.gpu.train_step import FusedTerms
 from cpnorm.gpu.training_kernels import BLOCK, TERMS
 from cpnorm.nn.canonical import CPLayer
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 GATHER = (16, 128)  # rows and columns that one program copies
-EAGER_CALLS = 2  # before a program is recorded as a CUDA graph: libraries choose their kernels meanwhile
 
 
 class KernelProgram:
@@ -101,10 +101,10 @@ class FusedGradients(FusedTerms):
         ]
         self._d_views = [self._as_weight(i, product) for i, product in enumerate(self._d_products)]
         self._sources: list[int] = []
-        self._source_table = self._integers([[0]])
+        self._source_table = self._integers([[0] * 5] * len(terms)).flatten()
         self._gathered = self._integers([row for i in range(len(terms)) for row in self._gather_programs(i)])
         self._run_build = Replayed(self._build)
-        self._run_gradients = Replayed(self._compute)
+        self._run_gradients = Replayed(self._gather_and_compute)
 
     def _gradient_addresses(self, left: Tensor, right: Tensor) -> list[int]:
         d_left, d_right = torch.zeros_like(left), torch.zeros_like(right)
@@ -144,34 +144,39 @@ class FusedGradients(FusedTerms):
             for column in range(0, used, GATHER[1])
         ]
 
-    def _gather(self, d_weights: Sequence[Tensor]) -> None:
-        """Copy the gradients of the weights, which autograd puts anywhere, to where the program expects them."""
-        if (
-            self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        ):  # which takes no table from the host
-            for view, d in zip(self._d_views, d_weights, strict=True):
-                view.copy_(d)
-            return
+    def _point_to(self, d_weights: Sequence[Tensor]) -> None:
+        """Tell the kernel that gathers the gradients of the weights where autograd has put them."""
         sources: list[int] = []
         for d in d_weights:
             sources += (d.data_ptr(), *d.stride(), *((0, 0) if d.ndim == 2 else ()))
         if sources != self._sources:  # an allocator repeats itself from step to step
             self._sources = sources
-            self._source_table = _without_waiting(sources, self.device)
-        weight_kernels.gather[len(self._gathered),](self._source_table, self._gathered, self._kind, *GATHER)
+            # From pinned memory, so that the host does not wait for the work in front of the copy.
+            numbers = torch.tensor(sources, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+            self._source_table.copy_(numbers, non_blocking=True)
 
     @torch.no_grad()
     def __call__(self, d_weights: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
         """Return the gradients of sigma, lambda and the vectors of each layer, in memory of their own."""
         zero = [i for i, d in enumerate(d_weights) if d is None]
         present = [torch.zeros_like(self._weights[i]) if d is None else d for i, d in enumerate(d_weights)]
-        self._gather([d if d.dtype == self.dtype else d.to(self.dtype) for d in present])
-        self._run_gradients()
+        present = [d if d.dtype == self.dtype else d.to(self.dtype) for d in present]
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # which takes no table from here
+            for view, d in zip(self._d_views, present, strict=True):
+                view.copy_(d)
+            self._compute()
+        else:
+            self._point_to(present)
+            self._run_gradients()
         parts = iter(self._found.take())
         found: list[list[Tensor | None]] = [list(islice(parts, len(terms))) for terms in self.layers]
         for index in zero:
             found[index] = [None] * len(found[index])
         return found
+
+    def _gather_and_compute(self) -> None:
+        weight_kernels.gather[len(self._gathered),](self._source_table, self._gathered, self._kind, *GATHER)
+        self._compute()
 
     def _compute(self) -> None:
         for (left, right), (d_left, d_right), d in zip(self.sides, self._d_sides, self._d_products, strict=True):
@@ -218,40 +223,3 @@ class _Gradients:
             self._lent_views = self._split(self._lent)
         self._lent.copy_(self._flat)
         return [view.detach() for view in self._lent_views]  # autograd copies tensors that others hold, as we the views
-
-
-def _without_waiting(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Return integers on the device; the host does not wait for the work in front of the copy."""
-    pinned = device.type == "cuda"
-    return torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)
-
-
-class Replayed:
-    """A program over fixed buffers: run as written at first, then recorded as a CUDA graph and replayed."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run, self._calls = run, 0
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self) -> None:
-        """Run the program on the current stream."""
-        self._calls += 1
-        if self._graph is None or torch.cuda.is_current_stream_capturing():
-            self._run()
-        else:
-            self._graph.replay()
-
-    def record(self) -> None:
-        """Record the program once it has run often enough; the recording itself computes nothing."""
-        if self._graph is not None or self._calls < EAGER_CALLS or not torch.cuda.is_available():
-            return
-        if torch.cuda.is_current_stream_capturing():
-            return
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._run()
-        except RuntimeError:  # something on this GPU cannot be recorded: it runs as written
-            self._calls = -(2**62)
-            return
-        self._graph = graph

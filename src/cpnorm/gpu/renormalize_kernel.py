@@ -30,10 +30,10 @@ def _renormalize_columns(  # type: ignore[no-untyped-def]
         sizes = tl.maximum(sizes, tl.abs(x))
 
     total, largest = tl.sum(squares, axis=0), tl.max(sizes, axis=0)
-    # As ``inverse_norms`` has it: infinite squares count as a dead column; NaN does not, and stays visible.
-    alive = ((largest > 0) & (total < float("inf"))) | (total != total)
-    # Squares of tiny entries are out of range: such columns are divided by their largest entry first.
-    odd = alive & (total < 1e-30)
+    # As ``scaled_columns`` has it: a column with an infinite entry is dead; one with NaN is not, and stays visible.
+    alive = ((largest > 0) & (largest < float("inf"))) | (total != total)
+    # Squares of tiny and of huge entries are out of range: such columns are divided by their largest entry first.
+    odd = alive & ((total < 1e-30) | (total == float("inf")))
     scale = tl.where(odd, largest, 1.0)
     if tl.sum(odd.to(tl.int32), axis=0) > 0:
         squares = tl.zeros([rows_at_once, columns], tl.float32)

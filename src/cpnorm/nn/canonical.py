@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cpnorm.cp.tensor import UnitTerms, dense_from_terms, unit_columns
 from cpnorm.nn import planner
-from cpnorm.nn.layer_form import Prebuilt, Renormalizer, compute_dtype
+from cpnorm.nn.layer_form import Prebuilt, Renormalizer
 from cpnorm.nn.planner import Plan, weight_shape
 from cpnorm.nn.readonly import read_only
 from cpnorm.nn.terms import CanonicalTerms
@@ -51,7 +51,8 @@ class CPLayer(CanonicalTerms):
         # As the input lies, so should the weight; finer modes are merged again, in their order.
         last = self._form.channels_last and len(shape) == len(self.modes) == 4
         if not self._keeps_weight():
-            return dense_from_terms(*self._terms(), channels_last=last).reshape(shape)
+            dense = dense_from_terms(*self._terms(), channels_last=last)
+            return dense.reshape(shape) if last else dense.reshape(-1).reshape(shape)  # strides of a contiguous tensor
         with torch.inference_mode(False), torch.no_grad():
             layout = torch.channels_last if last else torch.contiguous_format
             built = dense_from_terms(*self._terms()).reshape(shape).clone(memory_format=layout)
@@ -109,15 +110,19 @@ class CPLayer(CanonicalTerms):
             unfit = unfit or (prebuilt.lambdas is not None and not torch.equal(lambdas, prebuilt.lambdas))
         else:
             unfit = first.device != lambdas.device or lambdas.dtype != prebuilt.dtype
-        if (
-            unfit
-            or found != versions
-            or list(map(id, current)) != prebuilt.identities
-            or (first.dtype != prebuilt.dtype and first.dtype != compute_dtype(lambdas))
-        ):
+        if unfit or found != versions or list(map(id, current)) != prebuilt.identities or not prebuilt.fits_autocast:
             form.prebuilt = None
             return None
         return tensors
+
+    def _ready_weight(self) -> Tensor | None:
+        """Return W if it was built for the forward pass that is running: only the objects may be others then."""
+        if torch.compiler.is_compiling():
+            return None
+        ready = self._form.ready
+        if ready is None or list(map(id, self._term_parameters())) != ready.identities or not ready.fits_autocast:
+            return None
+        return ready.tensors[0]
 
     def _keeps_weight(self) -> bool:
         """Return True in evaluation, where the weight stays as it is until a parameter changes."""

@@ -26,6 +26,12 @@ class Prebuilt:
     in_evaluation: bool = False  # kept over many calls; in training every forward pass builds it
     dtype: torch.dtype | None = None  # of the parameters; the weight has another one under autocast
 
+    @property
+    def fits_autocast(self) -> bool:
+        """Return True if the weight has the dtype in which torch would multiply by it here."""
+        dtype = self.tensors[0].dtype
+        return dtype == self.dtype or dtype == compute_dtype(self.parameters[1])
+
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Return None: a copied layer builds its own."""
 
@@ -49,6 +55,7 @@ class Form:
         path: "rebuild", "factors", or "auto" for the planner's choice.
         folds_to: the class that ``fold`` gives back.
         prebuilt: the weight as it was built last, good for as long as no parameter changes.
+        ready: the same during a forward pass for which ``NetworkWeights`` has just built it and checked the parameters.
         renormalizer: what keeps the columns unit, if anything does.
         plans: paths the planner chose before, by rank and size of the input.
         channels_last: whether the last input of a 2-d convolution lay in memory that way; its weight should, too.
@@ -59,6 +66,7 @@ class Form:
     path: str
     folds_to: type[nn.Module]
     prebuilt: Prebuilt | None = None
+    ready: Prebuilt | None = None
     renormalizer: Renormalizer | None = None
     plans: dict[Any, str] = field(default_factory=dict)
     channels_last: bool = False

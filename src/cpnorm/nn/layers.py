@@ -27,6 +27,8 @@ class CPLinear(CPLayer, nn.Linear):  # type: ignore[override]
 
     def forward(self, input: Tensor) -> Tensor:  # (..., I) -> (..., O)
         """Compute what nn.Linear computes."""
+        if (ready := self._ready_weight()) is not None:
+            return F.linear(input, ready, self.bias)
         if isinstance(input, torch.fx.Proxy):
             return _fx_call(self, input)
         prebuilt = self._form.prebuilt
@@ -45,6 +47,8 @@ class CPLinear(CPLayer, nn.Linear):  # type: ignore[override]
 class _CPConv(CPLayer):
     def forward(self, input: Tensor) -> Tensor:  # (N, I, ...) or (I, ...)
         """Compute what the plain convolution computes."""
+        if (ready := self._ready_weight()) is not None:
+            return self._conv_forward(input, ready, self.bias)  # type: ignore[operator]
         if isinstance(input, torch.fx.Proxy):
             return _fx_call(self, input)
         conv = cast(nn.Conv2d, self)

@@ -172,6 +172,14 @@ class NetworkWeights:
         self._lambdas = [layer.lambdas for layer in self._layers for _ in layer.factors]
         self._terms: list[Tensor] = []
         self._signature: list[Any] = []
+        self._addresses: list[Any] = []
+        self._inputs: list[Any] | None = None  # shapes and strides of the last forward pass
+        self._forms = [[layer._form for layer in group] for group in self._tied]
+        self._own: list[tuple[tuple[Tensor, ...], list[int], slice]] = []  # of each layer: terms, ids, place among all
+        for layer in self._layers:
+            terms = layer.canonical_parameters()
+            start = self._own[-1][2].stop if self._own else 0
+            self._own.append((terms, list(map(id, terms)), slice(start, start + len(terms))))
         self._programs: dict[torch.dtype, Program] = {}
         self._built: dict[Program, tuple[list[int], list[Tensor]]] = {}
         self._trained: list[int] = []  # layers in the programs, by index
@@ -181,8 +189,8 @@ class NetworkWeights:
         self._number = number_of(self)
         _run_uncompiled(NetworkWeights.__call__, AfterForward.__call__)
         self._hooks = [
-            model.register_forward_pre_hook(self, prepend=True),
-            model.register_forward_hook(AfterForward(self)),
+            model.register_forward_pre_hook(self, prepend=True, with_kwargs=True),
+            model.register_forward_hook(AfterForward(self), always_call=True),
         ]
         self.active = True
         self._refresh()
@@ -196,7 +204,7 @@ class NetworkWeights:
             hook.remove()
         for layer in (layer for group in self._tied for layer in group):
             if isinstance(layer, CPLayer):
-                layer.renormalizer = layer.prebuilt = None
+                layer.renormalizer = layer.prebuilt = layer._form.ready = None
         self._programs.clear()
         self._built.clear()
 
@@ -232,14 +240,20 @@ class NetworkWeights:
             and (torch.compiler.is_compiling() or self.versions == self.current_versions())
         )
 
-    def _refresh(self) -> None:
-        """Forget programs made for other memory, ranks or trainable parameters."""
+    def _refresh(self, *, thoroughly: bool = True) -> None:
+        """Forget programs made for other memory, ranks, inputs or, if ``thoroughly``, trainable parameters.
+
+        A frozen parameter in a program costs time only: autograd drops its gradient.
+        """
         found: list[Any] = [p.data_ptr() for p in self._parameters]
+        found += [terms[1].size(0) for terms, _, _ in self._own]
+        found += [forms[0].path for forms in self._forms]
+        if found == self._addresses and not thoroughly:
+            return
+        self._addresses, found = found, list(found)
         found += [p.requires_grad for p in self._parameters]
-        found += [p.size(0) for p in self._lambdas]
-        for layer in self._layers:
-            form = layer._form
-            found += (form.path, form.channels_last, form.input_shape)
+        for forms in self._forms:
+            found += (forms[0].channels_last, forms[0].input_shape)
         if found != self._signature:
             self._signature, self._renormalizer = found, None
             self._programs.clear()
@@ -268,30 +282,44 @@ class NetworkWeights:
         self._renormalizer()
         self.versions = self.current_versions()
         self._built.clear()  # an optimizer that writes to parameter.data leaves versions as they are
-        for layer in (layer for group in self._tied for layer in group):
-            layer._form.prebuilt = None
+        for forms in self._forms:
+            for form in forms:
+                form.prebuilt = None
 
     # --- before a forward pass ---
 
-    def __call__(self, *_: object) -> None:
-        """Build the weights; this is the forward pre-hook."""
+    def __call__(
+        self, model: nn.Module | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Build the weights; this is the forward pre-hook, and may be called without arguments in front of a step."""
         if torch.compiler.is_compiling():
             self._trace_build()
+        elif model is None:
+            self._build(None)
         else:
-            self._build()
+            self._build([(x.shape, x.stride()) for x in (*args, *(kwargs or {}).values()) if type(x) is Tensor])
 
-    def _build(self) -> None:
+    def _build(self, inputs: list[Any] | None) -> None:
         # Under one of torch.func's transforms layers build their weights by operations that it knows.
         if not torch.is_grad_enabled() or _transformed() or not self.applies():
             return
-        self._refresh()
-        if not (self.enabled and self._trained and self.versions == self.current_versions()):
+        seen, self._inputs = inputs is not None and inputs == self._inputs, inputs
+        self._refresh(thoroughly=not seen)
+        versions = self.current_versions()
+        if not (self.enabled and self._trained and self.versions == versions):
             return  # parameters were loaded or written: until they are renormalised, layers divide by their norms
-        program = self.program(compute_dtype(self._layers[0].lambdas))
+        lambdas = self._layers[0].lambdas
+        program = self.program(compute_dtype(lambdas))
         weights = _BuildWeights.apply(self, program, *self.trained_terms())
         for index, weight in zip(self._trained, weights, strict=True):
-            for layer in self._tied[index]:
-                layer.keep_prebuilt(weight)
+            terms, identities, place = self._own[index]
+            own = [*versions[place], weight._version]
+            prebuilt = Prebuilt((weight,), terms, identities, own, dtype=lambdas.dtype)
+            for form in self._forms[index]:
+                form.prebuilt = prebuilt
+                form.ready = (
+                    prebuilt if seen else None
+                )  # layers look at inputs of another kind: they may lie differently
 
     def _trace_build(self) -> None:
         """Have a compiler record the build as one operator; ``_after_forward`` takes the traced weights back."""
@@ -301,17 +329,20 @@ class NetworkWeights:
         shapes = [weight_shape(layer) for layer in self.trained_layers()]
         weights = build_weights(self._number, dtype, self.trained_terms(), shapes)
         for index, weight in zip(self._trained, weights, strict=True):
-            for layer in self._tied[index]:
-                layer._form.prebuilt = Prebuilt((weight,))
+            for form in self._forms[index]:
+                form.prebuilt = Prebuilt((weight,))
 
     def _traces(self) -> bool:
         compiling = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
         return compiling and self.enabled and len(self._trained) > 0 and torch.is_grad_enabled()
 
     def _after_forward(self, *_: object) -> None:
-        if self._traces():
-            for layer in (layer for group in self._tied for layer in group):
-                layer._form.prebuilt = None
+        traces = self._traces()
+        for forms in self._forms:
+            for form in forms:
+                form.ready = None
+                if traces:
+                    form.prebuilt = None
 
     def trained_layers(self) -> list[CPLayer]:
         """Return the layers whose weights the programs build, tied ones once."""
@@ -410,8 +441,33 @@ def renormalize_terms(factors: Sequence[Tensor], lambdas: Sequence[Tensor]) -> N
     """
     if len(factors) != len(lambdas):
         raise ValueError(f"expected the lambdas of each of {len(factors)} factors, got {len(lambdas)}")
+    if not torch.compiler.is_compiling() and all(map(_is_on_cpu, factors)) and _divide_by_norms(factors):
+        return
     for factor, scales in zip(factors, lambdas, strict=True):
         scaled, _, inverse = scaled_columns(factor)
         dead = inverse == 0
         factor.copy_(scaled * inverse).masked_fill_(dead, factor.shape[0] ** -0.5)
         scales.masked_fill_(dead, 0.0)
+
+
+def _is_on_cpu(factor: Tensor) -> bool:
+    plain = type(factor) in (Tensor, nn.Parameter) and factor.dtype == torch.float32
+    return plain and factor.device.type == "cpu"
+
+
+def _divide_by_norms(factors: Sequence[Tensor]) -> bool:
+    """Divide all columns by their norms if none has squares out of range; return whether it was done.
+
+    Where a look at values costs no waiting this takes three passes over the factors, a tenth of the careful way.
+    """
+    if not factors:
+        return True
+    squares = torch.cat([factor.square().sum(0) for factor in factors])
+    if not squares.numel():
+        return True
+    low, high = torch.aminmax(squares)
+    if not (low > 1e-30 and high < torch.inf):  # NaN compares as False
+        return False
+    for factor, inverse in zip(factors, squares.rsqrt_().split([f.shape[1] for f in factors]), strict=True):
+        factor.mul_(inverse)
+    return True
