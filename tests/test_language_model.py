@@ -48,7 +48,8 @@ def test_singular_vectors_rebuild_the_weight_and_are_best_in_their_norm(model: A
 
 @pytest.mark.parametrize("together", [False, True])
 def test_cpnorm_removes_the_share_asked_for(model: Any, together: bool) -> None:
-    small = language_model.by_cpnorm(model, 0.3, tokens(), 4, 1, together)
+    exact = language_model.canonical(model, tokens(), 1, together)
+    small = language_model.by_cpnorm(model, exact, 0.3, tokens(), 4, 1)
     linear = sum(layer.weight.numel() for layer in language_model.linears(model).values())
     removed = (language_model.count(model) - language_model.count(small)) / linear
     assert 0.3 <= removed < 0.33
