@@ -7,6 +7,7 @@ dense model, and time them against each other.
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,8 @@ from cpnorm.gpu.fused_launch import has_triton, kernels_supported
 from cpnorm.nn.convert import canonical_layers, including_tied, spread_over_tied
 from cpnorm.nn.running import run
 
-FUSED_RANKS = (0, 64, 128, WIDEST)  # ranks up to which layers become fused blocks; 0: only what follows layers is fused
+FUSED_RANKS = (WIDEST, 0, 128, 64)  # ranks up to which layers become fused blocks; 0: only what follows layers is fused
+KERNEL_PATIENCE = 20.0  # seconds, mostly of compiling, after which no other limit is tried
 
 
 def factorize(
@@ -148,8 +150,11 @@ class Factorization:
         layout = self.channels_last or runs_channels_last(traced)
         candidates: dict[str, tuple[Factorization, nn.Module]] = {"no kernels": (self, self.apply(model).eval())}
         seen: set[object] = set()
-        for base, name in ((self, "chosen forms"), (dense, "dense")):
-            for limit in FUSED_RANKS:
+        started = time.monotonic()
+        for limit in FUSED_RANKS:
+            for base, name in ((self, "chosen forms"), (dense, "dense")):
+                if len(candidates) > 1 and time.monotonic() - started > KERNEL_PATIENCE:
+                    break
                 choice = replace(base, channels_last=layout, sliced_pools=False, fused_up_to=limit)
                 made, fused, changed = choice._copy(model)
                 choice = replace(choice, layers=choice._with_fused(model, fused, traced))
