@@ -172,6 +172,19 @@ def test_jit_trace_computes_the_same() -> None:
     close(traced(x), layer(x), 1e-6)
 
 
+def test_jit_trace_in_evaluation_follows_the_parameters() -> None:
+    """torch traces twice and compares: a weight that was kept in between must not become a constant."""
+    model, x = (
+        cpnorm.canonical_norm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 4))).eval(),
+        torch.randn(2, 3, 8, 8),
+    )
+    with pytest.warns():
+        traced = torch.jit.trace(model, x)
+    with torch.no_grad():
+        model[0].lambdas.mul_(2.0)
+        close(traced(x), model(x), 1e-5)
+
+
 def test_in_inference_mode_nothing_is_frozen() -> None:
     layer = cpnorm.canonical_norm(nn.Linear(8, 8))
     optimizer = torch.optim.Adam(layer.parameters())

@@ -95,6 +95,8 @@ class CPLayer(CanonicalTerms):
             return None
         if torch.compiler.is_compiling():  # which must not look at versions: code would be compiled for each
             return None if prebuilt.in_evaluation else prebuilt.tensors
+        if prebuilt.in_evaluation and torch.jit.is_tracing():  # a traced program would hold it as a constant
+            return None
         tensors, versions = prebuilt.tensors, prebuilt.versions
         if versions is None:
             return tensors
