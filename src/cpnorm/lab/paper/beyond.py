@@ -56,7 +56,7 @@ ADAM_FREE = Row(
 )
 
 
-def cut_row(key: str, name: str, start: Row, truncation: Truncation, **tuning: Any) -> Row:
+def _cut(key: str, name: str, start: Row, truncation: Truncation, **tuning: Any) -> Row:
     """Return a row that truncates the network of the same seed and fine-tunes it: 20 epochs unless said otherwise."""
     recipe: dict[str, Any] = {"optimizer": "adam", "lr": 0.001, "epochs": 20, "schedule": "cosine"}
     return Row(
@@ -73,12 +73,12 @@ def cut_row(key: str, name: str, start: Row, truncation: Truncation, **tuning: A
 
 def _rate(key: str, rate: float, layers: tuple[str, ...] | None = None) -> Row:
     truncation = Truncation(rate=rate, refit="lambdas", layers=layers)
-    return cut_row(key, f"canonical, Adam, {100 * rate:g} %", ADAM_64, truncation)
+    return _cut(key, f"canonical, Adam, {100 * rate:g} %", ADAM_64, truncation)
 
 
 def _global(key: str, rate: float, params: int) -> Row:
     """Return a row cut by λ without a refit, which did as well as any at seed 0 of beyond-criteria, on test data."""
-    return cut_row(key, f"canonical, Adam, {100 * rate:g} % of all weights", ADAM, Truncation(params=params))
+    return _cut(key, f"canonical, Adam, {100 * rate:g} % of all weights", ADAM, Truncation(params=params))
 
 
 COMPRESS_ROWS = (
@@ -99,7 +99,7 @@ WHOLE = Row("beyond-cut/whole", "canonical, Adam", LOW_RANK.replace(rank="paper"
 def _next_cut(start: Row, params: int, epochs: int) -> Row:
     name = f"cut from {start.key.partition('/')[2]}"
     truncation = Truncation(params=params, criterion="gram", refit="als")
-    return cut_row(f"beyond-cut/{params // 1000}k", name, start, truncation, epochs=epochs)
+    return _cut(f"beyond-cut/{params // 1000}k", name, start, truncation, epochs=epochs)
 
 
 CUT_400K = _next_cut(WHOLE, 400_000, 30)
@@ -109,7 +109,7 @@ CUT_ROWS = (WHOLE, CUT_400K, CUT_140K, _next_cut(CUT_140K, 70_000, 100))
 
 def _criterion(key: str, name: str, **options: Any) -> Row:
     budget: dict[str, Any] = {} if "rate" in options else {"params": 925_317}
-    return cut_row(f"beyond-criteria/{key}", name, ADAM, Truncation(**budget, **options))
+    return _cut(f"beyond-criteria/{key}", name, ADAM, Truncation(**budget, **options))
 
 
 CRITERIA_ROWS = (  # each seed's own network, trained again where it was not kept, down to the same number of weights
@@ -211,10 +211,10 @@ PLAIN_DROPOUT = Row("controls/plain-dropout", "plain, with dropout", PLAIN.confi
 NO_CUT = Truncation(rate=0.0)
 CONTROL_ROWS = (
     PLAIN,
-    cut_row("controls/plain-tuned", "plain, fine-tuned", PLAIN, NO_CUT, epochs=30),
+    _cut("controls/plain-tuned", "plain, fine-tuned", PLAIN, NO_CUT, epochs=30),
     PLAIN_DROPOUT,
-    cut_row("controls/plain-dropout-tuned", "plain, with dropout, fine-tuned", PLAIN_DROPOUT, NO_CUT, epochs=30),
-    cut_row("controls/whole-tuned", "canonical, fine-tuned without a cut", WHOLE, NO_CUT, epochs=30),
+    _cut("controls/plain-dropout-tuned", "plain, with dropout, fine-tuned", PLAIN_DROPOUT, NO_CUT, epochs=30),
+    _cut("controls/whole-tuned", "canonical, fine-tuned without a cut", WHOLE, NO_CUT, epochs=30),
 )
 
 
