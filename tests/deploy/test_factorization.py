@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cpnorm import canonical_layers, canonical_norm
 from cpnorm.deploy.factorization import choose_forms, factorize
-from cpnorm.deploy.rewrite import plain_copy
+from cpnorm.deploy.rewrite import make_plain
 from cpnorm.deploy.tracing import trace
 from laws import close
 from small_network import image, network
@@ -27,7 +27,7 @@ def test_choices_on_a_gpu() -> None:
         choice = choose_forms(model, x, **asked)
         close(choice.apply(model)(x).float(), model(x).float(), 0.03)
         assert any(form.startswith("aligned-") for form in choice.layers["3"].costs)
-    small = plain_copy(model, dict.fromkeys("0379", "dense"), channels_last=True, sliced_pools=True)
+    small = make_plain(copy.deepcopy(model), dict.fromkeys("0379", "dense"), channels_last=True, sliced_pools=True)
     close(small(x).float(), model(x).float(), 0.03)
 
 
@@ -36,7 +36,7 @@ def test_the_result_needs_no_cpnorm(tmp_path: Path) -> None:
     model = network().eval()
     forms = {"0": "aligned-depthwise", "3": "linear-depthwise", "7": "dense", "9": "dense"}
     rewrites = choose_forms(model, image(), measure=False).rewrites
-    small = plain_copy(model, forms, channels_last=True, rewrites=rewrites, sliced_pools=True)
+    small = make_plain(copy.deepcopy(model), forms, channels_last=True, rewrites=rewrites, sliced_pools=True)
     with torch.no_grad():
         torch.save({"model": small, "x": image(), "y": model(image())}, tmp_path / "small.pt")
     script = """

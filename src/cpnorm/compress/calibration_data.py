@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from cpnorm.compress.probe import Batch
 from cpnorm.nn.running import to_device_of
+
+Batch = tuple[Any, Any]  # inputs, targets
+Metric = Callable[[Any, Any], Any]  # of outputs and targets
 
 TARGETS = ("labels", "label", "targets", "target")  # keys of a mapping
 

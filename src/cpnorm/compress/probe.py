@@ -13,13 +13,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from cpnorm.compress.calibration_data import Batch, batch_size
 from cpnorm.cp.tensor import CPTensor, khatri_rao
 from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.planner import linear_modes
 from cpnorm.nn.running import Instead, evaluating, run, to_device_of, watch
 
 RESPONSES_AT_ONCE = 2**22  # entries: 16 MiB, and a few times that while they are computed
-Batch = tuple[Any, Any]  # inputs, targets
 LossFunction = Callable[[Any, Any], Any]  # returns a tensor, or a number where no gradient is needed
 
 
@@ -120,7 +120,7 @@ def mean_loss(
     total, count = 0.0, 0
     with evaluating(model):
         for inputs, targets in batches:
-            samples = next(n for n in (_length(targets), _length(inputs), 1) if n is not None)
+            samples = batch_size((targets, inputs))
             total += float(_loss(loss_function, run(model, inputs, instead), to_device_of(model, targets))) * samples
             count += samples
     if not count or not math.isfinite(total):
@@ -141,18 +141,6 @@ def _loss(loss_function: LossFunction, outputs: Any, targets: Any) -> Any:
             f"({error}): give one that does, such as loss_function=lambda outputs, targets: "
             f"torch.nn.functional.cross_entropy({part}, targets)"
         ) from error
-
-
-def _length(batch: Any) -> int | None:
-    """Return the number of samples: the length of the first tensor in a batch of any structure."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.ndim else None
-    if isinstance(batch, Mapping):
-        batch = tuple(batch.values())
-    if isinstance(batch, tuple | list):
-        lengths = (_length(part) for part in batch)
-        return next((n for n in lengths if n is not None), len(batch) if isinstance(batch, list) else None)
-    return len(batch) if hasattr(batch, "__len__") and not isinstance(batch, str) else None
 
 
 def taylor_scores(

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cpnorm.compress.probe import by_position, output_vectors, term_responses, with_terms
+from cpnorm.cp.als import solve_with_ridge
 from cpnorm.cp.decompose import cp_als
 from cpnorm.cp.tensor import CPTensor
 from cpnorm.nn.canonical import CPLayer
@@ -52,7 +53,9 @@ def refit_lambdas(cp: CPTensor, kept: Tensor) -> CPTensor:
     wide = cp.to(torch.float64)
     overlaps = reduce(torch.mul, [f.mT @ f for f in wide.factors])
     gone = torch.ones(cp.rank, dtype=torch.bool, device=kept.device).index_fill(0, kept, False)
-    change = _solve(overlaps[kept][:, kept], (overlaps[kept][:, gone] @ wide.lambdas[gone])[:, None])[:, 0]
+    change = solve_with_ridge(overlaps[kept][:, kept], (overlaps[kept][:, gone] @ wide.lambdas[gone])[:, None], RIDGE)[
+        :, 0
+    ]
     left = wide.select(kept)
     return CPTensor(left.sigma, left.lambdas + change, left.factors).to(cp.lambdas.dtype)
 
@@ -104,7 +107,7 @@ def _regress(layer: CPLayer, form: Fitted, squares: Tensor, products: Tensor, sh
         squares, products = squares.sum(0, keepdim=True), products.sum(0, keepdim=True)
     free = slice(None) if shift else slice(-1)  # with or without the constant
     left = (products - columns @ squares)[:, :, free]
-    change = _solve(squares[:, free, free], left.mT).mT
+    change = solve_with_ridge(squares[:, free, free], left.mT, RIDGE).mT
     bias = form.bias
     if shift:
         old, moved = cast(Tensor, layer.bias), change[:, :, -1].flatten()
@@ -118,10 +121,3 @@ def _regress(layer: CPLayer, form: Fitted, squares: Tensor, products: Tensor, sh
     factors[mode] = torch.where(alive, factors[mode], 0.0) + vectors
     refitted = CPTensor(cp.sigma, torch.where(alive, cp.lambdas, 1 / cp.sigma), tuple(factors)).normalize()
     return Fitted(refitted.to(layer.lambdas.dtype), form.kept, bias)
-
-
-def _solve(normal: Tensor, right: Tensor) -> Tensor:  # (..., r, r), (..., r, n) -> (..., r, n)
-    """Solve a least-squares problem through its normal equations, with a ridge."""
-    size = normal.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(torch.finfo(normal.dtype).tiny)
-    eye = torch.eye(normal.shape[-1], dtype=normal.dtype, device=normal.device)
-    return torch.linalg.solve(normal + RIDGE * size * eye, right)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,17 +13,14 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from cpnorm.compress.calibration_data import accuracy, batch_size, relative_error
-from cpnorm.compress.probe import Batch
+from cpnorm.compress.calibration_data import Batch, Metric, accuracy, batch_size, relative_error
 from cpnorm.compress.shrink_report import ShrinkReport, ShrunkLayer
 from cpnorm.compress.truncation_job import Progress
 from cpnorm.deploy.factorization import Factorization
 from cpnorm.deploy.timing import fastest
 from cpnorm.nn.canonical import count_parameters
 from cpnorm.nn.coverage import DenseLayer
-from cpnorm.nn.running import evaluating, run, to_device_of
-
-Metric = Callable[[Any, Any], Any]
+from cpnorm.nn.running import evaluating, run, to_device_of, without_attention_fast_path
 
 ROUNDING = 1e-3  # error relative to the outputs' norm that single precision may cause in deep networks
 EXACT = 1e-6  # the same in double precision
@@ -150,14 +146,9 @@ class ShrinkJob:
 
 def flops_of(model: nn.Module, example: Any) -> int:
     """Return the FLOPs of all matrix products and convolutions in one pass."""
-    counter = FlopCounterMode(display=False)
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # it runs one kernel, whose FLOPs are not counted
-    try:
-        with torch.no_grad(), evaluating(model), counter:
-            run(model, example)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+    counter = FlopCounterMode(display=False)  # does not know the kernel of attention's fast path
+    with without_attention_fast_path(), torch.no_grad(), evaluating(model), counter:
+        run(model, example)
     return int(counter.get_total_flops())
 
 

@@ -17,6 +17,7 @@ from cpnorm.compress.calibration_data import as_batches, first_sample
 from cpnorm.compress.shrink_cutting import budget_forms, cut_within, plain_model
 from cpnorm.compress.shrink_job import Metric, ShrinkJob, run_without_gradients
 from cpnorm.compress.shrink_report import ShrinkReport
+from cpnorm.compress.truncation_arguments import only_budget
 from cpnorm.compress.truncation_job import Progress
 from cpnorm.deploy.factorization import choose_forms
 from cpnorm.nn.convert import Skip, canonical_layers, canonical_norm, fold, skipped
@@ -118,10 +119,7 @@ def shrink(
 
 
 def _only_budget(**offered: Any) -> tuple[str, float]:
-    given = {name: amount for name, amount in offered.items() if amount is not None}
-    if len(given) != 1:
-        raise ValueError(f"expected exactly one budget of {', '.join(offered)}, got {', '.join(given) or 'none'}")
-    ((name, amount),) = given.items()
+    name, amount = only_budget(**offered)
     least = 0 if name == "accuracy_drop" else math.ulp(0.0)
     if not is_number(amount) or amount < least:
         raise ValueError(f"{name}: expected a number > 0, got {amount!r}")

@@ -14,16 +14,21 @@ from torch import Tensor, nn
 
 from cpnorm._checks import check_model, is_number
 from cpnorm.compress.calibrate import calibrate
-from cpnorm.compress.calibration_data import accuracy, as_batches, batch_size, relative_error, tensors_of
-from cpnorm.compress.probe import Batch
+from cpnorm.compress.calibration_data import (
+    Batch,
+    Metric,
+    accuracy,
+    as_batches,
+    batch_size,
+    relative_error,
+    tensors_of,
+)
 from cpnorm.compress.truncation import truncate
+from cpnorm.compress.truncation_job import Progress
 from cpnorm.describe.tables import share, table
 from cpnorm.nn.canonical import count_parameters
 from cpnorm.nn.convert import canonical_layers, canonical_norm, fold
 from cpnorm.nn.running import evaluating, run, to_device_of
-
-Metric = Callable[[Any, Any], Any]
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from cpnorm.compress import budgets
 from cpnorm.compress.budgets import Elimination
 from cpnorm.compress.calibrate import Calibration, calibrate, fit_alone
-from cpnorm.compress.probe import Batch, LossFunction, mean_loss, output_gram, taylor_scores, term_moments
+from cpnorm.compress.calibration_data import Batch
+from cpnorm.compress.probe import LossFunction, mean_loss, output_gram, taylor_scores, term_moments
 from cpnorm.compress.refit import Fitted, fit
 from cpnorm.compress.sequence import Refitted, has_statistics, refit_in_sequence
 from cpnorm.compress.truncation_arguments import FITTED_TO_DATA, expect_finite

@@ -126,6 +126,13 @@ def _solve_damped(normal: Tensor, eye: Tensor, right: Tensor, damping: float) ->
         damping = max(10 * damping, torch.finfo(normal.dtype).eps)
 
 
+def solve_with_ridge(normal: Tensor, right: Tensor, ridge: float) -> Tensor:  # (..., r, r), (..., r, n) -> (..., r, n)
+    """Solve normal equations with a ridge that is relative to the mean of their diagonal."""
+    size = normal.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(torch.finfo(normal.dtype).tiny)
+    eye = torch.eye(normal.shape[-1], dtype=normal.dtype, device=normal.device)
+    return torch.linalg.solve(normal + ridge * size * eye, right)
+
+
 def unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:  # (..., d) -> (..., d), (...)
     """Return the rows divided by their norms, and the norms.
 

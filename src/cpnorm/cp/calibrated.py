@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cpnorm._checks import check_int, check_type
+from cpnorm.cp.als import solve_with_ridge
 from cpnorm.cp.decompose import in_full_precision
 from cpnorm.cp.gauss_newton import gauss_newton, solve_outputs
 from cpnorm.cp.output_metric import Candidates, Factors, Problem
@@ -90,8 +91,6 @@ def regression_target(weight: Tensor, squares: Tensor, products: Tensor, trust: 
 
     ``squares`` is E[x x^T] and ``products`` E[y x^T]. In directions in which x hardly varies the weight stays as it is.
     """
-    size = squares.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(torch.finfo(squares.dtype).tiny)
-    eye = torch.eye(squares.shape[-1], dtype=squares.dtype, device=squares.device)
     missing = products - weight.to(squares) @ squares
-    change = torch.linalg.solve(squares + trust * size * eye, missing.mT).mT
+    change = solve_with_ridge(squares, missing.mT, trust).mT
     return (weight.to(squares) + change).to(weight.dtype)

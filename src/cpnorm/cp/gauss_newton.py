@@ -8,6 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from cpnorm.cp.als import solve_with_ridge
 from cpnorm.cp.output_metric import Factors, Problem
 from cpnorm.cp.spectra import eigh
 from cpnorm.cp.tensor import khatri_rao
@@ -23,9 +24,7 @@ def solve_outputs(problem: Problem, factors: Factors) -> Factors:
     right = problem.right(factors)
     images = problem.inputs @ right  # (g, D, R)
     normal = (right.mT @ images).double()
-    size = normal.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(torch.finfo(torch.float64).tiny)
-    eye = torch.eye(normal.shape[-1], dtype=normal.dtype, device=normal.device)
-    solved = torch.linalg.solve(normal + 1e-6 * size * eye, (problem.weight @ images).double().mT).mT
+    solved = solve_with_ridge(normal, (problem.weight @ images).double().mT, 1e-6).mT
     return [solved.flatten(0, 1).to(factors[0].dtype), *factors[1:]]
 
 

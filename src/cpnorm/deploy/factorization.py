@@ -23,7 +23,7 @@ from cpnorm.deploy.costs import FormCost, form_cost
 from cpnorm.deploy.equivalence import compare, runs_channels_last
 from cpnorm.deploy.forms import forms_of
 from cpnorm.deploy.fused import FUSED, FUSED_FORMS, fused_copy, kernels_match_torch
-from cpnorm.deploy.rewrite import NO_REWRITES, Rewrites, find_rewrites, halves_maps, plain_copy
+from cpnorm.deploy.rewrite import NO_REWRITES, Rewrites, find_rewrites, halves_maps, make_plain
 from cpnorm.deploy.timing import fastest
 from cpnorm.deploy.tracing import Part, Trace, trace
 from cpnorm.gpu.fused_blocks import WIDEST
@@ -178,7 +178,8 @@ class Factorization:
             raise ValueError(f"this choice is for a model with the canonical layers {', '.join(self.layers)}")
         forms = {name: layer.form for name, layer in self.layers.items()}
         if self.fused_up_to is None:
-            return plain_copy(model, forms, self.channels_last, self.rewrites, self.sliced_pools), {}, False
+            plain = make_plain(copy.deepcopy(model), forms, self.channels_last, self.rewrites, self.sliced_pools)
+            return plain, {}, False
         # Layers that cannot be fused any more, since they have other ranks or hooks now, become dense.
         forms = {name: "dense" if form in FUSED_FORMS else form for name, form in forms.items()}
         return fused_copy(model, forms, self.channels_last, self.rewrites, self.parts, self.fused_up_to)
@@ -243,12 +244,12 @@ class Factorization:
         layout = "channels last" if self.channels_last else "contiguous"
         totals = self.total("dense"), self.total("chosen")
         last = row("all", layout, "", *totals, [self.seconds[key] for key in ("dense", "chosen") if self.seconds])
-        besides = [f"{len(self.rewrites.norms)} batch norms folded"] * bool(self.rewrites.norms)
-        besides += ["cheaper ReLUs"] * bool(self.rewrites.swaps or self.rewrites.in_place)
-        besides += ["sliced pools"] * self.sliced_pools + ["cpnorm's kernels"] * (self.fused_up_to is not None)
-        besides += ["as fast as dense up to noise"] * (1 < self._slowdown() <= NOISE)
-        besides += [f"outputs compared in {self.compared_in}"] * bool(self.compared_in)
-        return "\n".join([*lines, f"{last}  {', '.join(besides)}".rstrip(), *filter(None, [self.dense_warning()])])
+        notes = [f"{len(self.rewrites.norms)} batch norms folded"] * bool(self.rewrites.norms)
+        notes += ["cheaper ReLUs"] * bool(self.rewrites.swaps or self.rewrites.in_place)
+        notes += ["sliced pools"] * self.sliced_pools + ["cpnorm's kernels"] * (self.fused_up_to is not None)
+        notes += ["as fast as dense up to noise"] * (1 < self._slowdown() <= NOISE)
+        notes += [f"outputs compared in {self.compared_in}"] * bool(self.compared_in)
+        return "\n".join([*lines, f"{last}  {', '.join(notes)}".rstrip(), *filter(None, [self.dense_warning()])])
 
 
 # --- the pipeline -------------------------------------------------------------------------------------------------
@@ -275,7 +276,7 @@ def _choose(
     layout = runs_channels_last(traced)
     choose = partial(choose_layers, canonical_layers(model), traced, asked, measure=measure, goal=goal)
     rewrites = find_rewrites(traced)
-    # Launches take longer than the kernels of a small layer, but in a whole model they may run ahead: time both.
+    # Launching takes longer than the kernels of a small layer, but may overlap with them in a whole model: time both.
     clocks = {"CUDA graph": True} if cuda_graph or (on_gpu and measure) else {}
     clocks |= {} if cuda_graph else {"eager": False}
     named = {

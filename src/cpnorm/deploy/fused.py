@@ -30,7 +30,7 @@ from cpnorm.gpu.fused_blocks import FusedBlock, FusedEpilogue, can_fuse, fused_b
 from cpnorm.gpu.fused_launch import aligned
 from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.layers import CPConv2d, CPLinear
-from cpnorm.nn.running import run
+from cpnorm.nn.running import hooked, run
 
 FUSED, FUSED_PATCHES = FUSED_FORMS = "fused", "fused-patches"
 ROUNDING = 0.03  # of a block's output: bfloat16 is off by 0.003, one of sixteen terms left out by 0.25
@@ -75,17 +75,12 @@ def kernels_match_torch(model: nn.Module, example_input: Inputs) -> bool:
     """
     match: list[bool] = []
 
-    def check(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def check(module: nn.Module, inputs: tuple[Tensor, ...], _: dict[str, Any], output: Tensor) -> None:
         wanted = cast(FusedBlock | FusedEpilogue, module).by_torch(*inputs).double()
         match.append(bool((output.double() - wanted).norm() <= ROUNDING * wanted.norm()))
 
-    fused = [module for module in model.modules() if isinstance(module, FusedBlock | FusedEpilogue)]
-    handles = [module.register_forward_hook(check) for module in fused]
-    try:
+    with hooked([module for module in model.modules() if isinstance(module, FusedBlock | FusedEpilogue)], check):
         run(model, example_input)
-    finally:
-        for handle in handles:
-            handle.remove()
     return all(match)
 
 

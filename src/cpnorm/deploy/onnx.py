@@ -123,8 +123,8 @@ def _batch_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 def _forget_traces(graph: Any) -> None:
     """Remove the source lines that the exporter notes for every node, with the folders of this machine."""
-    for thing in (graph, *graph.inputs, *graph.initializers.values(), *graph.all_nodes()):
-        thing.metadata_props.clear()
+    for part in (graph, *graph.inputs, *graph.initializers.values(), *graph.all_nodes()):
+        part.metadata_props.clear()
 
 
 @contextmanager

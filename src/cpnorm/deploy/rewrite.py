@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -133,17 +132,6 @@ def _takes_norm(trace: Trace, name: str, layer: nn.Module | None) -> bool:
 
 
 @torch.inference_mode(False)
-def plain_copy(
-    model: nn.Module,
-    forms: Mapping[str, str],
-    channels_last: bool,
-    rewrites: Rewrites | None = None,
-    sliced_pools: bool = False,
-) -> nn.Module:
-    """Copy a model with its canonical layers as chains of plain layers or dense; shared and tied layers stay so."""
-    return make_plain(copy.deepcopy(model), forms, channels_last, rewrites, sliced_pools)
-
-
 def make_plain(
     model: nn.Module,
     forms: Mapping[str, str],
@@ -151,7 +139,7 @@ def make_plain(
     rewrites: Rewrites | None = None,
     sliced_pools: bool = False,
 ) -> nn.Module:
-    """Do in place what ``plain_copy`` does in a copy."""
+    """Turn canonical layers into chains of plain layers or dense ones, in place; shared and tied layers stay so."""
     first = {tie_key(layer): name for name, layer in canonical_layers(model).items()}
     leaders: dict[int, nn.Module] = {}  # by tie key: tied layers share the weights of one chain
     chains: list[tuple[CPLayer, nn.Module]] = []
@@ -166,7 +154,7 @@ def make_plain(
             if step._parameters.get("bias") is not None:
                 step.bias = layer.bias  # frozen or shared as it was
         chains.append((layer, plain))
-    for layer, plain in chains:  # the object stays, so that every reference to it is to the chain
+    for layer, plain in chains:  # the object stays, so that references to it stay valid
         layer.__class__, layer.__dict__ = type(plain), plain.__dict__  # type: ignore[assignment]
     model = fold(model)
     if rewrites:
@@ -176,9 +164,9 @@ def make_plain(
     return with_layout(model, channels_last)
 
 
-def tagged(module: nn.Module, **stands_for: Any) -> nn.Module:
-    """Note in a module what it stands for, in built-in types that pickles carry; ``cpnorm.save`` stores it."""
-    module.cpnorm_form = stands_for  # type: ignore[assignment]
+def tagged(module: nn.Module, **form: Any) -> nn.Module:
+    """Store in a module which form it has, for ``cpnorm.save``, in built-in types that can be pickled."""
+    module.cpnorm_form = form  # type: ignore[assignment]
     return module
 
 

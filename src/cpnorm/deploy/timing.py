@@ -1,4 +1,4 @@
-"""Time candidates against each other: short, interleaved rounds, in which a busy machine slows all of them alike."""
+"""Time candidates against each other in short, interleaved rounds, so that a busy machine slows all of them equally."""
 
 from __future__ import annotations
 

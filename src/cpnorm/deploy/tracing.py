@@ -53,7 +53,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Trace:
-    """What is known of a model after one pass over its example input."""
+    """The results of tracing a model on its example input."""
 
     dense: nn.Module  # a folded copy in eval mode
     inputs: Inputs

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional as F
 
-from cpnorm.nn.running import evaluating, run
+from cpnorm.nn.running import evaluating, hooked, run, without_attention_fast_path
 
 PROJECTIONS = ("query", "key", "value")
 SIGNATURE = inspect.signature(nn.MultiheadAttention.forward)
@@ -57,7 +57,7 @@ def unpack_attention(model: nn.Module, example_input: Any) -> dict[str, str]:
             continue
         for place in [place for place, module in places.items() if module is layer]:
             model.set_submodule(place, unpacked)
-    for encoder in model.modules():  # its own fast path hands packed weights to one kernel
+    for encoder in model.modules():  # its fast path passes packed weights to one kernel
         if isinstance(encoder, nn.TransformerEncoder):
             encoder.use_nested_tensor = False
     return reasons
@@ -65,41 +65,32 @@ def unpack_attention(model: nn.Module, example_input: Any) -> dict[str, str]:
 
 def _usages(model: nn.Module, layers: Mapping[str, nn.Module], example_input: Any) -> dict[str, set[Usage]]:
     usages: dict[str, set[Usage]] = {name: set() for name in layers}
-    handles = []
-    for name, layer in layers.items():
+    names = {layer: name for name, layer in layers.items()}
 
-        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
-            bound = SIGNATURE.bind(module, *args, **kwargs)
-            bound.apply_defaults()
-            given = bound.arguments
-            mask, padding = given["attn_mask"], given["key_padding_mask"]
-            usages[name].add(
-                Usage(
-                    None if mask is None else (mask.dtype, mask.ndim),
-                    None if padding is None else padding.dtype,
-                    bool(given["need_weights"]),
-                    bool(given["average_attn_weights"]),
-                    given["query"].ndim == 3,
-                )
+    def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        bound = SIGNATURE.bind(module, *args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        mask, padding = given["attn_mask"], given["key_padding_mask"]
+        usages[names[module]].add(
+            Usage(
+                None if mask is None else (mask.dtype, mask.ndim),
+                None if padding is None else padding.dtype,
+                bool(given["need_weights"]),
+                bool(given["average_attn_weights"]),
+                given["query"].ndim == 3,
             )
+        )
 
-        handles.append(layer.register_forward_pre_hook(see, with_kwargs=True))
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # which reads the weights and calls no layer
-    try:
-        with torch.no_grad(), evaluating(model):
-            run(model, example_input)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        for handle in handles:
-            handle.remove()
+    with hooked(layers.values(), see, before=True), without_attention_fast_path(), torch.no_grad(), evaluating(model):
+        run(model, example_input)
     return usages
 
 
 def _why_packed(layer: nn.MultiheadAttention, usages: set[Usage]) -> str:
     """Return why this layer cannot be rewritten with linear layers; an empty string if it can."""
     if type(layer) is not nn.MultiheadAttention:
-        return f"{type(layer).__name__} is a subclass of nn.MultiheadAttention with code of its own"
+        return f"{type(layer).__name__} is a subclass of nn.MultiheadAttention with its own code"
     if layer.bias_k is not None or layer.add_zero_attn:
         return "add_bias_kv and add_zero_attn append a position to its packed projections"
     if "forward" in layer.__dict__ or layer._forward_hooks or layer._forward_pre_hooks:
@@ -115,7 +106,7 @@ def _why_packed(layer: nn.MultiheadAttention, usages: set[Usage]) -> str:
 def unpacked_attention(attention: nn.MultiheadAttention, usage: Usage) -> GraphModule:
     """Return a module that computes what ``attention`` computes, with linear layers for query, key, value and output.
 
-    It raises where it is called in another way than ``usage``. Where no weights are asked for it uses torch's fused
+    It raises if it is called in another way than ``usage``. If no attention weights are returned, it uses torch's fused
     ``scaled_dot_product_attention``, without the dropout of attention weights in training.
     """
     root = nn.Module()
@@ -123,7 +114,7 @@ def unpacked_attention(attention: nn.MultiheadAttention, usage: Usage) -> GraphM
         setattr(root, name, _linear(weight, bias))
     root.out = _linear(attention.out_proj.weight, attention.out_proj.bias)
     root.dropout = nn.Dropout(attention.dropout)
-    # Read by nn.TransformerEncoderLayer, which then calls its layers instead of handing their weights to one kernel.
+    # Read by nn.TransformerEncoderLayer, which then calls its layers instead of passing their weights to one kernel.
     about: dict[str, Any] = {"batch_first": attention.batch_first, "_qkv_same_embed_dim": False, "in_proj_bias": None}
     for name, value in about.items():
         setattr(root, name, value)

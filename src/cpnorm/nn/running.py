@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -15,8 +15,6 @@ from cpnorm._checks import as_arguments
 from cpnorm.nn.planner import LAYERS
 
 Instead = Mapping[Tensor, Tensor]  # the tensor that takes the place of a parameter or buffer during one run
-
-
 Seen = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
@@ -82,6 +80,32 @@ def to_device_of(model: nn.Module, value: Any) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
+@contextmanager
+def hooked(modules: Iterable[nn.Module], hook: Callable[..., Any], *, before: bool = False) -> Iterator[None]:
+    """Call a hook after, or before, each forward pass of these modules inside the block.
+
+    Its arguments are the module, its positional and keyword arguments and, after the pass, the output.
+    """
+    registers = [module.register_forward_pre_hook if before else module.register_forward_hook for module in modules]
+    handles = [register(hook, with_kwargs=True) for register in registers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def without_attention_fast_path() -> Iterator[None]:
+    """Make torch's transformer layers call their linear layers inside the block, instead of one fused kernel."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
 @torch.no_grad()
 def watch(model: nn.Module, inputs: Any, seen: Seen, instead: Instead | None = None) -> None:
     """Run the model once in eval mode, and call ``seen`` with each linear or convolutional layer and its arguments."""
@@ -90,10 +114,5 @@ def watch(model: nn.Module, inputs: Any, seen: Seen, instead: Instead | None = N
         seen(layer, args, kwargs)  # after the forward pass, which raises for an input that does not fit
 
     layers = [module for module in model.modules() if isinstance(module, LAYERS)]
-    handles = [layer.register_forward_hook(after, with_kwargs=True) for layer in layers]
-    try:
-        with evaluating(model):
-            run(model, inputs, instead)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with hooked(layers, after), evaluating(model):
+        run(model, inputs, instead)

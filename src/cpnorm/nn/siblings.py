@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 from cpnorm.nn.convert import is_unmodified
-from cpnorm.nn.running import evaluating, run
+from cpnorm.nn.running import evaluating, hooked, run
 
 
 def stack_siblings(model: nn.Module, example_input: Any, skip: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
@@ -58,23 +58,19 @@ def _siblings(model: nn.Module, example_input: Any, skip: Sequence[str]) -> list
     for module in model.modules():
         for parameter in module._parameters.values():
             holders[id(parameter)] = holders.get(id(parameter), 0) + 1
-    fed: dict[str, list[Tensor]] = {}
-    handles = []
+    names: dict[nn.Module, str] = {}
     for name, layer in model.named_modules():
         plain = is_unmodified(layer, nn.Linear) and {"weight", "bias"} <= layer._parameters.keys()
-        hooked = "forward" in layer.__dict__ or layer._forward_hooks or layer._forward_pre_hooks
-        if plain and not hooked and "." in name and name not in skip and holders[id(layer.weight)] == 1:
+        has_hooks = "forward" in layer.__dict__ or layer._forward_hooks or layer._forward_pre_hooks
+        if plain and not has_hooks and "." in name and name not in skip and holders[id(layer.weight)] == 1:
+            names[layer] = name
+    fed: dict[str, list[Tensor]] = {}
 
-            def see(_: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
-                fed.setdefault(name, []).extend(x for x in args if isinstance(x, Tensor))
+    def see(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        fed.setdefault(names[layer], []).extend(x for x in args if isinstance(x, Tensor))
 
-            handles.append(layer.register_forward_pre_hook(see))
-    try:
-        with torch.no_grad(), evaluating(model):
-            run(model, example_input)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with hooked(names, see, before=True), torch.no_grad(), evaluating(model):
+        run(model, example_input)
     groups: dict[Any, list[str]] = {}
     for name, inputs in fed.items():
         if len(inputs) == 1:
