@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from cpnorm.lab.paper.authors_runs import authors_runs
 from cpnorm.lab.report import code_protocol
@@ -76,6 +77,15 @@ def test_networks_are_the_unit() -> None:
     assert nested_difference(many, 88.45, 0.02).significant
     assert nested_difference([[88.0, 88.1]], 88.45, 0.02).p is None
     assert nested_difference([[88.0], [88.0]], 88.0, None).p is None
+
+
+def test_means_of_networks_that_agree_by_luck_are_not_taken_for_exact() -> None:
+    spread = [-2.5, -1.0, 1.0, 2.5]
+    groups = [[84.0 + x for x in spread], [84.01 + x for x in spread]]
+    nested = nested_difference(groups, 84.9, 0.28)
+    together = stats.tstd([x for group in groups for x in group]) / 8**0.5
+    assert (nested.high - nested.low) / 2 > 2 * together
+    assert nested.p > 0.2
 
 
 def test_the_size_of_the_nested_test() -> None:

@@ -39,7 +39,8 @@ def nested_difference(groups: Sequence[Sequence[float]], mean: float, sd: float 
     An accuracy is mu + b_i + e_ij with the network i and the run j. Ours is the mean over k networks, with variance
     s_b^2 / k + s_w^2 / (k n); the published one is the mean of eight runs from one network, with variance
     s_b^2 + s^2 / 8. Both variances of ours are estimated by moments, and Satterthwaite's approximation gives the
-    degrees of freedom. With one network only there is nothing to estimate s_b from, and no test.
+    degrees of freedom. Where no variance between networks is found, all runs are pooled. With one network only there
+    is nothing to estimate s_b from, and no test.
 
     Args:
         groups: accuracies of our runs, one group per start network.
@@ -57,12 +58,19 @@ def nested_difference(groups: Sequence[Sequence[float]], mean: float, sd: float 
     within = squares / (runs - networks) if runs > networks else 0.0
     published = (sd or 0.0) ** 2 / (PUBLISHED_RUNS - 1)  # sample variance over eight
     network = max(0.0, between - within * inverse)
-    error = math.sqrt(between / networks + network + published)
+    parts = [(published**2, PUBLISHED_RUNS - 1)]
+    own = between / networks
+    if network:
+        parts.append(((between * (1 / networks + 1)) ** 2, networks - 1))
+        parts += [((within * inverse) ** 2, runs - networks)] if runs > networks else []
+    else:  # networks differ no more than runs do, perhaps by luck: all runs together say how much that is
+        middle = math.fsum(x for group in groups for x in group) / runs
+        spread = math.fsum((x - middle) ** 2 for group in groups for x in group) / (runs - 1)
+        own = spread * inverse / networks
+        parts.append((own**2, runs - 1))
+    error = math.sqrt(own + network + published)
     if error == 0:
         return Difference(value)
-    parts = [((between * (1 / networks + bool(network))) ** 2, networks - 1), (published**2, PUBLISHED_RUNS - 1)]
-    if network and runs > networks:
-        parts.append(((within * inverse) ** 2, runs - networks))
     freedom = error**4 / math.fsum(part / degrees for part, degrees in parts)
     from scipy.stats import t as student
 
