@@ -15,7 +15,8 @@ from cpnorm.nn.layers import (
     CPLinear,
 )
 from cpnorm.nn.convert import canonical_layers, canonical_norm, fold
-from cpnorm.nn.prebuilt import NetworkWeights, renormalize_terms
+from cpnorm.nn.prebuilt import NetworkWeights
+from cpnorm.nn.renormalizing import renormalize_terms
 from cpnorm.nn.training import equal_angles, lambda_penalty, renormalize, renormalize_after
 from cpnorm.gpu.fused_step import FusedTrainStep
 from cpnorm.nn.modes import flatten_modes

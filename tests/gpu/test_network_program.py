@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import cpnorm
-from cpnorm.nn.prebuilt import TorchProgram
+from cpnorm.nn.weight_programs import TorchProgram
 from laws import close
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

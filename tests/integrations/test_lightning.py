@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import cpnorm
 from cpnorm.integrations import whole_or_replicas
-from cpnorm.nn.prebuilt import TorchProgram
+from cpnorm.nn.weight_programs import TorchProgram
 from integrations.small import STEPS, batches, has_unit_columns, largest_difference, network, sgd, trained
 
 lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install 'cpnorm[lightning]'")

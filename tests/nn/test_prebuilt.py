@@ -329,3 +329,68 @@ def test_outputs_lie_in_memory_as_the_plain_networks_do(layout: torch.memory_for
                 expected, got = plain.train(mode)(x), model.train(mode)(x)
             close(got.detach(), expected.detach(), 1e-5)
             assert got.stride() == expected.stride()
+
+
+def ready(model: nn.Module) -> list[bool]:
+    return [layer._form.ready is not None for layer in cpnorm.canonical_layers(model).values()]
+
+
+def test_weights_are_ready_during_a_forward_pass_only() -> None:
+    model = network()
+    cpnorm.renormalize_after(torch.optim.SGD(model.parameters(), lr=0.05), model)
+    seen: list[list[bool]] = []
+    model.first.register_forward_hook(lambda *_: seen.append(ready(model)))
+    for x in (X, X, X[:2]):  # inputs of another size are looked at once
+        model(x)
+        assert not any(ready(model))
+    # On a CPU the planner leaves some layers to their factors once it knows the inputs.
+    assert [any(found) for found in seen] == [False, True, False]
+    with pytest.raises(RuntimeError, match=r"(?s).*"):
+        model(X[:2, :2])
+    assert not any(ready(model))
+    with torch.no_grad():
+        model(X)
+    assert not any(seen[-1])
+
+
+def test_a_functional_call_inside_a_forward_pass() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner, self.scale = cpnorm.canonical_norm(nn.Linear(128, 128)), 1.0
+            self.inner.path = "rebuild"
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.functional_call(self.inner, {"sigma": self.scale * self.inner.sigma}, (x,))
+
+    model, x = Outer(), torch.randn(2, 128)
+    cpnorm.renormalize_after(torch.optim.SGD(model.parameters(), lr=0.05), model)
+    once = [model(x) for _ in range(3)][-1]
+    model.scale = 2.0
+    bias = model.inner.bias
+    close((model(x) - bias).detach(), 2 * (once - bias).detach(), 1e-5)
+
+
+def test_autocast_switched_off_inside_a_forward_pass() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(128, 128), nn.Linear(128, 128)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            with torch.autocast("cpu", enabled=False):
+                return self.last(x.float())
+
+    torch.manual_seed(0)
+    plain = Outer()
+    model, x = cpnorm.canonical_norm(copy.deepcopy(plain)), torch.randn(2, 128)
+    for layer in cpnorm.canonical_layers(model).values():
+        layer.path = "rebuild"
+    cpnorm.renormalize_after(torch.optim.SGD(model.parameters(), lr=0.05), model)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            got, expected = model(x), plain(x)
+        assert got.dtype == torch.float32
+        close(got.detach(), expected.detach(), 1e-2)

@@ -9,105 +9,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cpnorm.cp.tensor import khatri_rao, scaled_columns, split_modes
 from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.convert import canonical_layers, including_tied
 from cpnorm.nn.layer_form import Prebuilt, compute_dtype
 from cpnorm.nn.planner import weight_shape
 from cpnorm.nn.prebuilt_op import build_weights, number_of
-
-Terms = Sequence[Tensor]  # sigma (), lambdas (R,), factors (d_i, R)
-
-
-class Program(Protocol):
-    """Weights from terms, and gradients of the terms from those of the weights, for several layers at once."""
-
-    def build(self) -> list[Tensor]:
-        """Return the weight of every layer."""
-
-    def gradients(self, d_weights: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of the terms of all layers in one list; a layer without a gradient has Nones."""
-
-
-class TorchProgram:
-    """``Program`` in torch's operations, for layers of any kind with unit columns."""
-
-    def __init__(self, layers: Sequence[CPLayer], dtype: torch.dtype) -> None:
-        self.layers, self.dtype = layers, dtype
-        self._sides: list[tuple[Tensor, Tensor]] = []
-
-    @torch.no_grad()
-    def build(self) -> list[Tensor]:
-        """Return the weight of every layer: one matrix product of two Khatri-Rao products each."""
-        self._sides = []
-        weights = []
-        for layer in self.layers:
-            modes = layer.modes
-            left, right = split_modes(modes)
-            scaled = [
-                layer.factors[0] * (layer.sigma * layer.lambdas),
-                *(layer.factors[m] for m in range(1, len(modes))),
-            ]
-            one, two = (khatri_rao([scaled[m] for m in side]).to(self.dtype) for side in (left, right))
-            sides = one, two
-            order = (*left, *right)
-            product = (sides[0] @ sides[1].mT).reshape([modes[m] for m in order])
-            dense = product.permute([order.index(m) for m in range(len(modes))]).reshape(weight_shape(layer))
-            last = layer._form.channels_last and dense.ndim == 4
-            weights.append(dense.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format))
-            self._sides.append(sides)
-        return weights
-
-    def gradients(self, d_weights: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of sigma, lambda and the vectors."""
-        found: list[Tensor | None] = []
-        for layer, sides, d_weight in zip(self.layers, self._sides, d_weights, strict=True):
-            if d_weight is None:
-                found += [None] * (2 + len(layer.modes))
-            else:
-                found += _term_gradients(layer, sides, d_weight)
-        return found
-
-
-@torch.no_grad()
-def _term_gradients(layer: CPLayer, sides: tuple[Tensor, Tensor], d_weight: Tensor) -> list[Tensor]:
-    modes, factors = layer.modes, [f.detach() for f in layer.factors]
-    split = split_modes(modes)
-    matrix = d_weight.reshape(modes).permute((*split[0], *split[1])).reshape(len(sides[0]), len(sides[1]))
-    d_sides = matrix @ sides[1], matrix.mT @ sides[0]
-    scales = layer.sigma * layer.lambdas
-    d_factors: dict[int, Tensor] = {}
-    for side, d_side in zip(split, d_sides, strict=True):
-        found = _factor_gradients(d_side.to(scales.dtype), [factors[m] for m in side])
-        d_factors |= dict(zip(side, found, strict=True))
-    # A term is linear in its scale and in each vector, so that <a, dL/da> is the same for all of them (UnitTerms).
-    by_scale = (d_factors[0] * factors[0]).sum(0)
-    radial = by_scale * scales
-    left = set(split[0])
-    d_terms = [
-        torch.addcmul(d_factors[m] * scales if m in left else d_factors[m], f, radial, value=-1)
-        for m, f in enumerate(factors)
-    ]
-    return [(by_scale * layer.lambdas).sum(), by_scale * layer.sigma, *d_terms]
-
-
-def _factor_gradients(d_side: Tensor, factors: Sequence[Tensor]) -> list[Tensor]:  # (d1 * d2 * ..., R), [(d_i, R)]
-    """Return the gradients of the factors of an unscaled Khatri-Rao product."""
-    first, *rest = factors
-    if not rest:
-        return [d_side]
-    others = khatri_rao(rest)
-    parts = d_side.reshape(len(first), len(others), -1)
-    d_first, d_others = torch.zeros_like(first), torch.empty_like(others)
-    for index, other in enumerate(others):  # a product of kernel lengths: few
-        d_first.addcmul_(parts[:, index], other)
-        torch.sum(parts[:, index] * first, 0, out=d_others[index])
-    return [d_first, *_factor_gradients(d_others, rest)]
+from cpnorm.nn.renormalizing import make_renormalizer
+from cpnorm.nn.weight_programs import Program, make_program
 
 
 class _BuildWeights(torch.autograd.Function):
@@ -278,7 +191,7 @@ class NetworkWeights:
             return
         self._refresh()
         if self._renormalizer is None:
-            self._renormalizer = _renormalizer(self._factors, self._lambdas)
+            self._renormalizer = make_renormalizer(self._factors, self._lambdas)
         self._renormalizer()
         self.versions = self.current_versions()
         self._built.clear()  # an optimizer that writes to parameter.data leaves versions as they are
@@ -408,66 +321,3 @@ def _run_uncompiled(*hooks: Callable[..., None]) -> None:
 
 def _transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def make_program(layers: Sequence[CPLayer], dtype: torch.dtype) -> Program:
-    """Return kernels for the whole network where they can run, and torch's operations elsewhere."""
-    if all(layer.lambdas.is_cuda for layer in layers):
-        try:
-            from cpnorm.gpu.network_program import KernelProgram
-
-            return KernelProgram(layers, dtype, lambda others: TorchProgram(others, dtype))
-        except (ImportError, ValueError):
-            pass
-    return TorchProgram(layers, dtype)
-
-
-def _renormalizer(factors: Sequence[Tensor], lambdas: Sequence[Tensor]) -> Any:
-    if factors[0].is_cuda:
-        try:
-            from cpnorm.gpu.train_step import Renormalizer
-
-            return Renormalizer(factors, lambdas)
-        except (ImportError, ValueError):
-            pass
-    return lambda: renormalize_terms(factors, lambdas)
-
-
-@torch.no_grad()
-def renormalize_terms(factors: Sequence[Tensor], lambdas: Sequence[Tensor]) -> None:  # [(d, R)], [(R,)] of each factor
-    """Make the columns of factors unit in place; where one is zero, so becomes its lambda.
-
-    This is the tensor work of ``renormalize``, for code that compiles or captures it.
-    """
-    if len(factors) != len(lambdas):
-        raise ValueError(f"expected the lambdas of each of {len(factors)} factors, got {len(lambdas)}")
-    if not torch.compiler.is_compiling() and all(map(_is_on_cpu, factors)) and _divide_by_norms(factors):
-        return
-    for factor, scales in zip(factors, lambdas, strict=True):
-        scaled, _, inverse = scaled_columns(factor)
-        dead = inverse == 0
-        factor.copy_(scaled * inverse).masked_fill_(dead, factor.shape[0] ** -0.5)
-        scales.masked_fill_(dead, 0.0)
-
-
-def _is_on_cpu(factor: Tensor) -> bool:
-    plain = type(factor) in (Tensor, nn.Parameter) and factor.dtype == torch.float32
-    return plain and factor.device.type == "cpu"
-
-
-def _divide_by_norms(factors: Sequence[Tensor]) -> bool:
-    """Divide all columns by their norms if none has squares out of range; return whether it was done.
-
-    Where a look at values costs no waiting this takes three passes over the factors, a tenth of the careful way.
-    """
-    if not factors:
-        return True
-    squares = torch.cat([factor.square().sum(0) for factor in factors])
-    if not squares.numel():
-        return True
-    low, high = torch.aminmax(squares)
-    if not (low > 1e-30 and high < torch.inf):  # NaN compares as False
-        return False
-    for factor, inverse in zip(factors, squares.rsqrt_().split([f.shape[1] for f in factors]), strict=True):
-        factor.mul_(inverse)
-    return True

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from cpnorm._checks import check_int, check_model, check_type, is_number
 from cpnorm.nn.convert import canonical_layers
-from cpnorm.nn.prebuilt import NetworkWeights, renormalize_terms
+from cpnorm.nn.prebuilt import NetworkWeights
+from cpnorm.nn.renormalizing import renormalize_terms
 
 Module = TypeVar("Module", bound=nn.Module)
 
