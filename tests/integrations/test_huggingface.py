@@ -90,6 +90,8 @@ def gpt2(config: dict[str, Any] | None = None) -> Any:
 
 def test_gpt2_with_linear_layers_computes_the_same() -> None:
     tokens = torch.randint(60, (2, 9))
+    with pytest.raises(ValueError, match=r"a Conv1D of transformers: call .*linears_for_conv1d first"):
+        cpnorm.canonical_norm(gpt2())
     with torch.no_grad():
         expected = gpt2()(tokens).logits
         model = linears_for_conv1d(gpt2())

@@ -239,7 +239,7 @@ REFUSED = {
     "meta": (lambda: nn.Linear(3, 2, device="meta"), {}, "meta device"),
     "nan": (lambda: with_bad_weight(float("nan")), {}, "NaN or infinity in 2 with weight"),
     "infinite": (lambda: with_bad_weight(float("inf")), {}, "NaN or infinity in 2 with weight"),
-    "tied to an embedding": (embedding_tied, {}, "head: its weight is also that of embed, which stays dense"),
+    "tied to an embedding": (embedding_tied, {}, "head (its weight is also that of embed, which stays dense"),
     "rank of a tied layer": (
         embedding_tied,
         {"rank": {"head": 2}},
@@ -442,5 +442,20 @@ def test_pruned_factors_and_biases_are_refused() -> None:
         cpnorm.truncate(model, rate=0.5)
     plain = nn.Sequential(nn.Linear(8, 4))
     prune.l1_unstructured(plain[0], "bias", 0.5)
-    with pytest.raises(ValueError, match="layer to convert; 0: its weight or bias has a param"):
+    with pytest.raises(ValueError, match=r"layer to convert: 0 \(its weight or bias has a param"):
         cpnorm.canonical_norm(plain)
+
+
+def test_many_reasons_make_a_short_message() -> None:
+    def tied(count: int) -> nn.Module:
+        pairs = [(nn.Embedding(4, 3), nn.Linear(3, 4)) for _ in range(count)]
+        for embedding, linear in pairs:
+            linear.weight = embedding.weight
+        return nn.ModuleList(module for pair in pairs for module in pair)
+
+    with pytest.raises(ValueError, match=r"to convert: 1 \(its weight is .* and 96 more layers$") as caught:
+        cpnorm.canonical_norm(tied(100))
+    assert len(str(caught.value)) < 600
+    parametrized = nn.Sequential(*(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)) for _ in range(100)))
+    with pytest.raises(ValueError, match=r"0, 1, 2, 3 and 96 more \(its weight or bias has a parametrization"):
+        cpnorm.canonical_norm(parametrized)

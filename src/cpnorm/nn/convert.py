@@ -76,10 +76,10 @@ def canonical_norm(
     rank = spread_over_tied("rank", rank, layers, "convert") if isinstance(rank, Mapping) else rank
     modes = spread_over_tied("modes", modes or {}, layers, "convert")
     if not layers:
-        why = "".join(f"; {_title(name)}: {reason}" for name, reason in reasons.items())
+        why = f": {_in_short(reasons)}" if reasons else ""
         raise ValueError(f"{type(model).__name__} has no linear or convolutional layer to convert{why}")
     if reasons:
-        which = "; ".join(f"{name} ({reason})" for name, reason in reasons.items())
+        which = _in_short(reasons)
         warnings.warn(f"canonical_norm leaves layers dense; list them in skip= to hide this: {which}", stacklevel=2)
 
     forms: dict[int, CPTensor] = {}  # by the id of the weight: tied layers share one
@@ -194,6 +194,8 @@ def examine_layers(model: nn.Module, skip: Skip = ()) -> tuple[dict[str, nn.Modu
                 reasons[name] = reason
             else:
                 layers[name] = module
+        elif is_conv1d(module):
+            reasons[name] = "a Conv1D of transformers: call cpnorm.integrations.huggingface.linears_for_conv1d first"
     reasons |= tie_reasons(model, layers)
     layers = {name: layer for name, layer in layers.items() if name not in reasons}
     for name, layer in layers.items():
@@ -348,6 +350,26 @@ def become_canonical(layer: nn.Module, cp: CPTensor) -> CPLayer:
     canonical = cast(CPLayer, layer)
     canonical.hold(cp, was)
     return canonical
+
+
+def is_conv1d(layer: nn.Module) -> bool:
+    """Return True for the linear layer of transformers' GPT-2, whose weight is transposed."""
+    kind = type(layer)
+    plain = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+    return plain and {"weight", "bias"} <= layer._parameters.keys()
+
+
+def _in_short(reasons: Mapping[str, str], most: int = 4) -> str:
+    """Return the names of layers by reason, in a text of bounded length."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name or "the layer")
+    parts = [
+        f"{', '.join(named[:most])}{f' and {len(named) - most} more' if len(named) > most else ''} ({reason})"
+        for reason, named in list(names.items())[:most]
+    ]
+    left = sum(len(named) for named in list(names.values())[most:])
+    return "; ".join(parts) + (f"; and {left} more layers" if left else "")
 
 
 def _title(name: str, layer: nn.Module | None = None) -> str:

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from cpnorm.nn.attention import unpack_attention
 from cpnorm.nn.canonical import CPLayer
-from cpnorm.nn.convert import Skip, is_unmodified, own_reason, skipped, tie_reasons
+from cpnorm.nn.convert import Skip, is_conv1d, is_unmodified, own_reason, skipped, tie_reasons
 from cpnorm.nn.layers import CANONICAL_TYPES
 from cpnorm.nn.planner import LAYERS
 
@@ -36,19 +36,13 @@ def linears_for_conv1d(model: nn.Module) -> nn.Module:
     Conv1D is a linear layer with a transposed weight; it is recognised by name, without importing transformers.
     """
     for name, layer in list(model.named_modules()):
-        if _is_conv1d(layer) and name:
+        if is_conv1d(layer) and name:
             conv = cast(Any, layer)
             linear = nn.Linear(conv.nx, conv.nf, device="meta")
             linear.weight = nn.Parameter(conv.weight.detach().mT.contiguous(), conv.weight.requires_grad)
             linear.bias = conv.bias
             model.set_submodule(name, linear.train(layer.training))
     return model
-
-
-def _is_conv1d(layer: nn.Module) -> bool:
-    kind = type(layer)
-    plain = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
-    return plain and {"weight", "bias"} <= layer._parameters.keys()
 
 
 @dataclass(frozen=True)
