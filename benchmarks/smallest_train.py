@@ -65,17 +65,17 @@ class Session:
             row.table: Table(row.table, "", "", rows=tuple(r for r in rows if r.table == row.table)) for row in rows
         }
         try:
-            reproduce.reproduce(
+            request = reproduce.Request(
                 [row.key for row in rows],
-                seeds=range(1 if self.smoke else seeds),
-                results=self.results,
-                work=self.work,
-                protocol=Protocol("words", tables),
-                options=Options(checkpoint_every=1e9),
-                parallel_runs=parallel_runs,
-                time_limit=max(self.left - 3, 1),
-                announce=self.say,
+                range(1 if self.smoke else seeds),
+                self.results,
+                self.work,
+                Protocol("words", tables),
+                Options(checkpoint_every=1e9),
+                parallel_runs,
+                max(self.left - 3, 1),
             )
+            reproduce.reproduce(request, announce=self.say)
         except Exception as error:  # the next stage may still work
             self.say(f"failed: {error}")
         self.pack()
@@ -92,7 +92,7 @@ class Session:
         work: dict[str, float] = {}
         for row in rows:
             path = self.work / row.key / "0/metrics.jsonl"
-            lines = read_lines(path) if path.exists() else []
+            lines = [line for _, line in read_lines(path)] if path.exists() else []
             if not lines:
                 continue
             key = row.key.partition("/")[2]
