@@ -239,7 +239,7 @@ REFUSED = {
     "meta": (lambda: nn.Linear(3, 2, device="meta"), {}, "meta device"),
     "nan": (lambda: with_bad_weight(float("nan")), {}, "NaN or infinity in 2 with weight"),
     "infinite": (lambda: with_bad_weight(float("inf")), {}, "NaN or infinity in 2 with weight"),
-    "tied to an embedding": (embedding_tied, {}, "head (its weight is also that of embed, which stays dense"),
+    "tied to an embedding": (embedding_tied, {}, r"head \(its weight is also that of embed, which stays dense"),
     "rank of a tied layer": (
         embedding_tied,
         {"rank": {"head": 2}},
