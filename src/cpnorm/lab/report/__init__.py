@@ -1,8 +1,8 @@
 """Turn a results folder into one self-contained page and a Markdown file: our numbers beside the paper's.
 
 Reading order: records (the lines of the results), statistics, comparison (row by row), claims, story (the sentences to
-remember), document (the parts of a report), drawing, charts and figures, explorer, build (results to document), page
-and markdown.
+remember), document (the parts of a report), drawing, charts, overview and figures, paper_tables, networks, recipes,
+code_protocol, explorer, provenance, build (results to document), page and markdown.
 """
 
 from cpnorm.lab.report.build import build

@@ -13,6 +13,7 @@ from cpnorm.lab.report import (
     figures,
     holds,
     networks,
+    overview,
     paper_tables,
     provenance,
     recipes,
@@ -87,7 +88,7 @@ def agreement(entries: Sequence[Comparison], records: Records) -> Section:
             "a table, so that their tests show little."
         )
     )
-    drawing = charts.overview(measured)
+    drawing = overview.overview(measured)
     if drawing:
         section.blocks.append(Gallery([drawing]))
     below = [entry for entry in measured if entry.status == "below"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cpnorm.lab.report.comparison import Agreement
-from cpnorm.lab.report.document import Cell, Column, Grid, Section, Text, words
+from cpnorm.lab.report.document import Cell, Column, Fold, Grid, Section, Text, words
 from cpnorm.lab.report.tally import NOT_MEASURED, Claim
 
 
@@ -31,9 +31,8 @@ def section(
         "its mean lies within one published standard deviation or if no significant difference is shown, which with "
         "few runs, or few networks that are cut, says little. The tests are below, with the numbers that they rest on."
     )
-    return Section(
-        "holds", "Does the paper hold?", [text, Grid("The paper's statements under both protocols", columns, lines)]
-    )
+    table = Grid("", columns, lines)
+    return Section("holds", "Does the paper hold?", [table, Fold("How this is decided", [text])])
 
 
 def _agreement(found: Agreement | None) -> str:
