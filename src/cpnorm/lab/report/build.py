@@ -81,16 +81,19 @@ def agreement(entries: Sequence[Comparison], records: Records) -> Section:
     section.blocks.append(
         Text(
             f"With the settings of the paper's text, {found.apart} of {found.tested} distinct rows differ "
-            f"significantly from the paper by the last epoch (at {100 * SIGNIFICANT:g} %, after Holm's correction over "
-            f"all of them; a row that repeats the runs of another one counts once). {found.agree} of {found.measured} "
-            "lie within one published standard deviation or show no significant difference. Trainings are tested by "
-            "Welch's test; cuts with the network that they start from as the unit, of which there are only one or two "
-            "a table, so that their tests show little."
+            f"significantly from the paper by the last epoch. {found.agree} of {found.measured} lie within one "
+            "published standard deviation or show no significant difference."
         )
     )
     drawing = overview.overview(measured)
     if drawing:
         section.blocks.append(Gallery([drawing]))
+    tests = (
+        f"Differences are significant at {100 * SIGNIFICANT:g} %, after Holm's correction over all rows; a row that "
+        "repeats the runs of another one counts once. Trainings are tested by Welch's test; cuts with the network that "
+        "they start from as the unit, of which there are only one or two a table, so that their tests show little."
+    )
+    section.blocks.append(Fold("How rows are tested", [Text(tests)]))
     below = [entry for entry in measured if entry.status == "below"]
     if below:
         folds = [below_the_paper(entry, records) for entry in below]
@@ -116,18 +119,13 @@ def below_the_paper(entry: Comparison, records: Records) -> Fold:
 def claims_section(answers: Sequence[Claim], in_code: Sequence[Claim] = ()) -> Section:
     """Return the section on the claims: our answers, and folded the paper's words and the numbers."""
     coded = {claim.key: claim for claim in in_code if claim.paper and claim.answer != NOT_MEASURED}
-    section = Section(
-        "claims",
-        "The paper's claims",
-        [
-            Text(
-                "Each claim is answered by our runs alone: accuracies of the last epoch and Welch's test unless stated "
-                "otherwise, p corrected for the number of tests within a claim (Holm). “Not shown” means that the "
-                "difference is not significant, which does not mean that there is none. The first answer is for the "
-                "settings of the paper's text, a second one that of the authors' code, as far as its rows are measured."
-            )
-        ],
+    tests = (
+        "Each claim is answered by our runs alone: accuracies of the last epoch and Welch's test unless stated "
+        "otherwise, p corrected for the number of tests within a claim (Holm). “Not shown” means that the difference "
+        "is not significant, which does not mean that there is none. The first answer is for the settings of the paper's "
+        "text, a second one that of the authors' code, as far as its rows are measured."
     )
+    section = Section("claims", "The paper's claims", [Fold("How claims are tested", [Text(tests)])])
     for claim in answers:
         below = Section(f"claim-{claim.key}", claim.question, note=claim.answer)
         below.blocks += [Text(claim.paper, quote=True)] if claim.paper else []

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from cpnorm.lab.paper import tables as paper
-from cpnorm.lab.report.document import MISSING, Column, Fold, Grid, Section, Text, number, words
+from cpnorm.lab.report.document import MISSING, Block, Column, Fold, Grid, Section, Text, number, words
 from cpnorm.lab.report.records import Records, Run
 
 
@@ -41,7 +41,7 @@ def section(records: Records, coded: Records | None = None) -> Section:
     return part
 
 
-def incomplete_records(runs: Sequence[Run]) -> list[Text | Fold]:
+def incomplete_records(runs: Sequence[Run]) -> list[Block]:
     """Say which records do not carry their commit, precision and kind of training step."""
     found: Counter[tuple[str, str]] = Counter()
     for run in {id(run): run for run in runs}.values():  # a run may count for a row of both protocols
@@ -64,7 +64,12 @@ def incomplete_records(runs: Sequence[Run]) -> list[Text | Fold]:
     )
     columns = [Column("row", words=True), Column("not in the record", words=True), Column("records")]
     rows = [[words(row), words(missing), number(n, 0)] for (row, missing), n in sorted(found.items())]
-    return [Text(text), Fold("Records that lack a part", [Grid("Parts that records lack", columns, rows)])]
+    return [
+        Fold(
+            f"{lacking} records lack a part of their settings",
+            [Text(text), Grid("Parts that records lack", columns, rows)],
+        )
+    ]
 
 
 def short_commit(commit: str) -> str:
