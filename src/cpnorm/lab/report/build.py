@@ -122,8 +122,8 @@ def claims_section(answers: Sequence[Claim], in_code: Sequence[Claim] = ()) -> S
     tests = (
         "Each claim is answered by our runs alone: accuracies of the last epoch and Welch's test unless stated "
         "otherwise, p corrected for the number of tests within a claim (Holm). “Not shown” means that the difference "
-        "is not significant, which does not mean that there is none. The first answer is for the settings of the paper's "
-        "text, a second one that of the authors' code, as far as its rows are measured."
+        "is not significant, which does not mean that there is none. The first answer is for the settings of the "
+        "paper's text, a second one that of the authors' code, as far as its rows are measured."
     )
     section = Section("claims", "The paper's claims", [Fold("How claims are tested", [Text(tests)])])
     for claim in answers:
