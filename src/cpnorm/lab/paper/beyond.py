@@ -42,7 +42,7 @@ CIFAR10_ROWS = (
     _low_rank("beyond-cifar10/sgd-70k", "low rank, SGD, 300 epochs", (20, 18, 22, 20, 20, 8, 6, 8), LOW_RANK_SGD),
     _low_rank("beyond-cifar10/angles-140k", "low rank, equal angles", (27, 32, 42, 42, 42, 16, 16, 10), ANGLES),
     _low_rank("beyond-cifar10/angles-70k", "low rank, equal angles", (20, 16, 20, 20, 20, 10, 6, 10), ANGLES),
-    # What the recipe alone does, and what a plain network of as few weights does with it.
+    # What the recipe alone does, and what a plain network of as few parameters does with it.
     _plain("beyond-cifar10/plain", "plain, same recipe"),
     _plain("beyond-cifar10/plain-140k", "plain and narrow, same recipe", width=0.14),
     _plain("beyond-cifar10/plain-70k", "plain and narrow, same recipe", width=0.1),
@@ -78,7 +78,7 @@ def _rate(key: str, rate: float, layers: tuple[str, ...] | None = None) -> Row:
 
 def _global(key: str, rate: float, params: int) -> Row:
     """Return a row cut by λ without a refit, which did as well as any at seed 0 of beyond-criteria, on test data."""
-    return _cut(key, f"canonical, Adam, {100 * rate:g} % of all weights", ADAM, Truncation(params=params))
+    return _cut(key, f"canonical, Adam, {100 * rate:g} % of all parameters", ADAM, Truncation(params=params))
 
 
 COMPRESS_ROWS = (
@@ -92,7 +92,7 @@ COMPRESS_ROWS = (
 )
 
 
-# One cut to 0.46 M weights leaves 91.4 %, one to 0.19 M 85.4 % (beyond-compress): so cut, fine-tune, and cut again.
+# One cut to 0.46 M parameters leaves 91.4 %, one to 0.19 M 85.4 % (beyond-compress): so cut, fine-tune, and cut again.
 WHOLE = Row("beyond-cut/whole", "canonical, Adam", LOW_RANK.replace(rank="paper", lr=0.001, epochs=100), None)
 
 
@@ -112,7 +112,7 @@ def _criterion(key: str, name: str, **options: Any) -> Row:
     return _cut(f"beyond-criteria/{key}", name, ADAM, Truncation(**budget, **options))
 
 
-CRITERIA_ROWS = (  # each seed's own network, trained again where it was not kept, down to the same number of weights
+CRITERIA_ROWS = (  # each seed's own network, trained again where it was not kept, cut to the same number of parameters
     _criterion("rate", "λ, 90 % of each layer's terms", rate=0.9),
     _criterion("lambda", "λ, over all layers"),
     _criterion("lambda-outputs", "λ at the outputs", images=1024),
@@ -246,7 +246,7 @@ TABLES = (
     Table("beyond-cifar10", "Low rank from the start, AlexNet-like on CIFAR-10", "", rows=CIFAR10_ROWS),
     Table("beyond-batch", "Adam: batch size and renormalisation, CIFAR-10", "", rows=(ADAM_64, ADAM_FREE)),
     Table("beyond-compress", "λ-truncation of the Adam-trained network, CIFAR-10", "", rows=COMPRESS_ROWS),
-    Table("beyond-criteria", "What to cut, and how to refit: 90 % of the weights, CIFAR-10", "", rows=CRITERIA_ROWS),
+    Table("beyond-criteria", "What to cut, and how to refit: 90 % of the parameters, CIFAR-10", "", rows=CRITERIA_ROWS),
     Table("beyond-cut", "Cut, fine-tuned and cut again, CIFAR-10", "", rows=CUT_ROWS),
     Table("checks", "What may explain a difference from the paper", "", rows=CHECK_ROWS),
     Table("controls", "Controls: plain networks with the same two stages, CIFAR-10", "", rows=CONTROL_ROWS),
