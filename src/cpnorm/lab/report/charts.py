@@ -135,7 +135,7 @@ def lead(records: Records, own_rows: Sequence[str], cuts: Sequence[Cut] = (), da
         kinds["cut" if cut.method == OURS else "peers"] += cut_marks(cut)
     if not _measured(kinds):
         return None
-    wide = _scatter(LEAD, DATA_NAMES[data], kinds, 720, 500)
+    wide = _scatter(LEAD, DATA_NAMES[data], kinds, 620, 440)
     return replace(wide, narrow=_scatter(f"{LEAD}-narrow", DATA_NAMES[data], kinds, 390, 420).svg)
 
 
