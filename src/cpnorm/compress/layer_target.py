@@ -1,4 +1,4 @@
-"""What a layer of the new network should compute, given what follows it."""
+"""Compute the target of a layer in the new network from what follows it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cpnorm.compress.successors import Successors
 from cpnorm.cp.calibrated import regression_target
 from cpnorm.nn.canonical import CPLayer
 
-STEADY = 1e-3  # of the mean squared scale: channels that a batch norm all but switches off are asked for no corrections
+STEADY = 1e-3  # relative to the mean squared scale: channels that a batch norm nearly switches off get no corrections
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class Pair:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What a layer should compute: a dense weight, and the moments in whose norm to approximate it."""
+    """The target of a layer: a dense weight, and the moments that define the norm of its approximation."""
 
     weight: Tensor  # (g, o, D)
     squares: Tensor  # (g, D, D)
@@ -44,7 +44,7 @@ class Target:
     def spread(self, weight: Tensor) -> Tensor:  # (g, o, D) -> (g * o,)
         """Return the variance of this weight's outputs over that of the target's.
 
-        A fit of least squares gives less variance than there should be, and over many layers little would be left.
+        A least-squares fit reduces the variance of the outputs; over many layers, little of it would be left.
         """
         assert self.moments is not None
         made = ((weight.to(self.squares) @ self.squares) * weight).sum(-1)
@@ -54,7 +54,7 @@ class Target:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Samples of what a layer is fed and should give, drawn anew at each reading, and always the same ones."""
+    """Samples of a layer's inputs and wanted outputs, drawn again, and in the same way, at each use."""
 
     layer: CPLayer
     pairs: Sequence[Pair]
@@ -62,10 +62,10 @@ class Samples:
     free: bool  # whether the mean of the outputs can be corrected
 
     def target(self, old: Tensor, fitted: tuple[Tensor, Tensor | None] | None = None) -> Target:
-        """Return the target; given a weight that was fitted already, with what it misses, the one after a rectifier.
+        """Return the target; given a fitted weight and the mean it misses, the target after a rectifier.
 
-        Where the old network's value is negative the rectifier gives 0, whatever the value: any negative value is as
-        good. So the fitted layer's own outputs are the target there, if they are negative, and else 0.
+        Where the old value is negative the rectifier gives 0, so that any negative value is as good. There the fitted
+        layer's own outputs are the target if they are negative, and 0 otherwise.
         """
         moments = Moments()
         for patches, wanted, stream in self._read():

@@ -1,7 +1,7 @@
-"""Second moments of what layers are fed, and how much the network's outputs depend on what they hand on.
+"""Measure second moments of the inputs of layers, and how much the network's outputs depend on their outputs.
 
-Only sums are kept, so that memory does not depend on the number of inputs. Of large feature maps a sample of the
-positions is read: neighbouring ones say nearly the same.
+Only sums are kept, so that memory does not depend on the number of inputs. Large feature maps are sampled at random
+positions, since neighbouring positions are nearly equal.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.planner import output_space
 from cpnorm.nn.running import evaluating, run, watch
 
-LEAST_SAMPLES = 2**15  # patches per layer over all inputs, if there are so many
-SAMPLES_PER_ENTRY = 48  # patches per entry of one
-MOST_ENTRIES = 8192  # of a patch: above, its second moments take more than half a GiB
-SENSITIVITY_INPUTS = 256  # inputs that are traced back through the network
+LEAST_SAMPLES = 2**15  # patches per layer over all inputs, if there are that many
+SAMPLES_PER_ENTRY = 48  # patches for each entry of a patch
+MOST_ENTRIES = 8192  # of a patch; the second moments of a larger one take more than half a GiB
+SENSITIVITY_INPUTS = 256  # inputs for which gradients of the network are computed
 
 
 # --- patches ------------------------------------------------------------------------------------------------------
@@ -135,8 +135,8 @@ def outputs_first(layer: nn.Module, weight: Tensor) -> Tensor:
 class Moments:
     """Means and covariances of the patches x of one layer and of the outputs y that belong to them, as running sums.
 
-    What is summed is taken relative to the first samples' mean: means much larger than the spread would leave nothing
-    of it in single precision.
+    Samples are summed relative to the mean of the first ones, since in single precision a large mean would leave
+    nothing of a small spread.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class Moments:
         self._sums: list[Tensor] = []
 
     def add(self, patches: Tensor, outputs: Tensor | None = None) -> None:  # (g, n, D), (g, n, o)
-        """Count these samples in."""
+        """Add these samples to the sums."""
         outputs = patches[:, :, :0] if outputs is None else outputs
         if self._shift is None:
             self._shift = patches.mean(1, keepdim=True), outputs.mean(1, keepdim=True)
@@ -166,7 +166,7 @@ class Moments:
         return self._sums[4] / self.count - (self._sums[3] / self.count).square()
 
     def second(self, centered: bool) -> tuple[Tensor, Tensor]:  # -> (g, D, D), (g, o, D)
-        """Return E[x x^T] and E[y x^T], about the means if they are to be centred."""
+        """Return E[x x^T] and E[y x^T], optionally centred at the means."""
         squares, products, x, y = (total / self.count for total in self._sums[:4])
         squares = squares - x[..., :, None] * x[..., None, :]
         products = products - y[..., :, None] * x[..., None, :]
@@ -178,25 +178,25 @@ class Moments:
 
 
 def sampled_share(layer: nn.Module, positions: int) -> float:
-    """Return the share of so many output positions that is enough to know the second moments."""
+    """Return the share of this many output positions that is enough to estimate second moments."""
     return min(1.0, max(LEAST_SAMPLES, SAMPLES_PER_ENTRY * (patch_size(layer) or 0)) / max(positions, 1))
 
 
 def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return the input of a layer however it was called."""
+    """Return the input of a layer, given by position or by name."""
     return cast(Tensor, (*args, *kwargs.values())[0])
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the layers of a model are fed."""
+    """The inputs of a model's layers."""
 
     moments: dict[str, Moments]
     largest: int  # bytes of the largest input of a layer, over all batches
 
 
 def input_moments(model: nn.Module, layers: Mapping[str, CPLayer], inputs: Sequence[Any]) -> Inputs:
-    """Return the moments of what these layers are fed, over all of the data, in one pass."""
+    """Return the moments of the inputs of these layers over all data, in one pass."""
     names = {tie_key(layer): name for name, layer in layers.items()}
     found: dict[str, Moments] = {}
     largest = 0
@@ -238,7 +238,7 @@ def output_sensitivity(
     def hold(layer: nn.Module, _: Any, y: Tensor) -> Tensor:
         y = y if y.requires_grad else y.detach().requires_grad_()
         held.append((layer, y))
-        return y.clone()  # what follows may change it in place
+        return y.clone()  # the next module may change it in place
 
     hooks = [m.register_forward_hook(hold) for m in model.modules() if isinstance(m, CPLayer) and tie_key(m) in names]
     count = 0
@@ -270,6 +270,6 @@ def _outer(layer: nn.Module, gradient: Tensor) -> Tensor:  # -> (g, o, o)
     dims = 0 if isinstance(layer, nn.Linear) else len(cast(Any, layer).kernel_size)
     rows = gradient.movedim(-1 - dims, -1)
     rows = rows.reshape(-1, getattr(layer, "groups", 1), rows.shape[-1] // getattr(layer, "groups", 1)).transpose(0, 1)
-    scale = rows.abs().amax().clamp_min(torch.finfo(rows.dtype).tiny)  # squares stay in range
+    scale = rows.abs().amax().clamp_min(torch.finfo(rows.dtype).tiny)  # keeps squares in range
     rows = (rows / scale).float()
     return (rows.mT @ rows).double() * scale.double().square()

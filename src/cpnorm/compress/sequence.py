@@ -1,4 +1,4 @@
-"""Fit layers one after the other, each to its old outputs, on the inputs that the fitted layers before it hand on."""
+"""Fit layers one after the other, each to its old outputs, on the outputs of the fitted layers before it."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ RECTIFIED_STEPS = 6  # Gauss-Newton steps in each
 
 @dataclass
 class Refitted:
-    """New forms of layers, new weights and biases of those that become dense, and new statistics of batch norms."""
+    """New forms of layers, weights and biases of layers that become dense, and statistics of batch norms."""
 
     forms: dict[str, Fitted]
     dense: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     statistics: dict[_BatchNorm, tuple[Tensor, Tensor]] = field(default_factory=dict)  # mean, variance
 
     def instead(self, layers: Mapping[str, CPLayer]) -> dict[Tensor, Tensor]:
-        """Return what to put in place of the model's tensors to try it."""
+        """Return the new tensor for each tensor of the model, for a run with replaced tensors."""
         new = {p: value for name, form in self.forms.items() for p, value in form.instead(layers[name]).items()}
         for norm, (mean, variance) in self.statistics.items():
             new[cast(Tensor, norm.running_mean)] = mean
@@ -74,24 +74,24 @@ def refit_in_sequence(
     bytes_alive: int = 0,
     progress: Progress | None = None,
 ) -> Refitted:
-    """Return layers fitted one after the other on the inputs that the fitted ones before them hand on.
+    """Return layers fitted one after the other, each on the outputs of the fitted layers before it.
 
-    The old and the new network run side by side on the data, once. When all inputs have come to a layer it is fitted so
-    that on the new network's inputs it gives the outputs of the old one, which makes up for errors before it as far as
-    it can; then they go on with what the fitted layer gives. Batch norms take over how mean and variance of their
-    inputs differ between the networks.
+    The old and the new network run side by side on the data, once. When all runs have reached a layer, it is fitted to
+    give the outputs of the old network on the inputs of the new one, which corrects earlier errors as far as possible;
+    then the runs continue with the outputs of the fitted layer. Statistics of batch norms are changed by the difference
+    of mean and variance between both networks.
 
     Args:
         model: the old network.
         layers: its canonical layers, by name.
         forms: new forms of some layers, whose output vectors and biases are fitted if ``regress``.
-        ranks: of other layers, all vectors of which are fitted.
-        calibrations: of these.
-        inputs: of all batches.
-        dense: layers that become dense: they too are fitted to their old outputs if ``regress``.
+        ranks: the ranks of other layers, all vectors of which are fitted.
+        calibrations: the calibrations of these.
+        inputs: the inputs of all batches.
+        dense: layers that become dense, which are also fitted to their old outputs if ``regress``.
         regress: see ``forms``.
-        bytes_alive: what the feature maps of one layer take over all inputs; if memory is short, fewer are used.
-        progress: called with (layer name, layers done, layers in all).
+        bytes_alive: bytes of the feature maps of one layer over all inputs; if memory is short, fewer inputs are used.
+        progress: called with (layer name, layers done, layers in total).
     """
     share = _room(next(iter(layers.values())).lambdas.device) / max(1, MAPS_ALIVE * bytes_alive)
     used = list(inputs)[: max(1, int(len(inputs) * min(share, 1.0)))]
@@ -102,7 +102,7 @@ def refit_in_sequence(
 
 
 def _room(device: torch.device) -> float:
-    """Return the bytes that feature maps may take: on a GPU with more memory than that, half of what is free."""
+    """Return the bytes that feature maps may take; on a GPU with more free memory, half of the free memory."""
     free = torch.cuda.mem_get_info(device)[0] / 2 if device.type == "cuda" else 0
     return max(ALIVE_BYTES, free)
 
@@ -128,7 +128,7 @@ class _Sequence:
     logs: list[EventLog] = field(default_factory=list)
 
     def run(self) -> None:
-        """Fit all layers in one pass, and those that no input reaches by themselves."""
+        """Fit all layers in one pass over the network; fit layers that no input reaches independently."""
         changed = {tie_key(self.layers[name]): name for name in (*self.forms, *self.ranks, *self.dense)}
         self.old = {name: self.layers[name].weight.detach() for name in changed.values()}
         for module in self.model.modules():
@@ -166,7 +166,7 @@ class _Sequence:
         self.follows = successors(log.events, self.names)
 
     def visit(self, module: nn.Module, calls: list[Call]) -> None:
-        """Compute what a stop returns, after fitting it on the first visit."""
+        """Compute the outputs of a layer or batch norm; fit it at the first visit."""
         if isinstance(module, _BatchNorm):
             self._visit_norm(module, calls)
             return
@@ -232,7 +232,7 @@ class _Sequence:
         return problem.weight.double() * problem.scale
 
     def _samples(self, name: str, layer: CPLayer, calls: list[Call]) -> Samples | None:
-        """Return what the layer is fed and should give; None if old and new inputs do not belong together."""
+        """Return inputs and wanted outputs of the layer; None if old and new inputs do not correspond."""
         calibration = self.calibrations.get(name)
         pairs = None if calibration is None or calibration.repeated else self._pairs(calls)
         if not pairs:
@@ -274,7 +274,7 @@ class _Sequence:
         return regress_outputs(layer, form, [(call.args, call.kwargs, y) for call, y in pairs], shift=shift)
 
     def _pairs(self, calls: list[Call]) -> list[tuple[Call, Tensor]] | None:
-        """Return calls of the new network with the old one's outputs; None if they do not belong together."""
+        """Return calls of the new network with the outputs of the old one; None if they do not correspond."""
         by_job = {call.job: call for call in calls}
         pairs = []
         for job in range(0, 2 * len(self.inputs), 2):
@@ -304,7 +304,7 @@ class _Sequence:
 
 
 def _normalized(norm: _BatchNorm, x: Tensor, statistics: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """Return what a batch norm gives in evaluation with these statistics, by default its own."""
+    """Return the output of a batch norm in eval mode with these statistics, by default its own."""
     mean, variance = statistics or (cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var))
     return F.batch_norm(x, mean, variance, norm.weight, norm.bias, False, 0.0, norm.eps)
 

@@ -1,7 +1,7 @@
-"""What follows the layers of a model: batch norms, sums with a residual stream, rectifiers.
+"""Find what follows the layers of a model: batch norms, sums with a residual stream, rectifiers.
 
-A layer need not give its old outputs as such. Its errors count after a rectifier, which hides those among negative
-values; and where its output is added to a stream that has an error already, it can make up for that error.
+A layer need not reproduce its old outputs exactly. After a rectifier, errors of negative values do not matter; and if
+its output is added to a stream that already has an error, the layer can correct that error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RECTIFIERS = {F.relu, F.relu_, torch.relu, torch.relu_, torch.Tensor.relu, torch
 
 @dataclass(frozen=True)
 class Successors:
-    """What a layer's output goes through, in this order; each of them uses nothing else of the layer."""
+    """The operations on a layer's output, in this order, each of which is the only user of the value before it."""
 
     norm: _BatchNorm | None = None
     stream: int | None = None  # the number of the event whose result is added
@@ -54,7 +54,7 @@ class EventLog(TorchFunctionMode):
         super().__init__()
         self.count = 0
         self._producer: dict[int, int] = {}
-        self._alive: list[Tensor] = []  # an id belongs to one tensor as long as that lives
+        self._alive: list[Tensor] = []  # an id is unique as long as its tensor is alive
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -62,8 +62,8 @@ class EventLog(TorchFunctionMode):
         return result
 
     def note(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Count a call in."""
-        with torch._C.DisableTorchFunction():  # looking at tensors would count as calls
+        """Record a call."""
+        with torch._C.DisableTorchFunction():  # otherwise reading tensors here would count as calls
             number, self.count = self.count, self.count + 1
             if number in self.wanted and isinstance(result, Tensor):
                 self.kept[number] = result
@@ -72,7 +72,7 @@ class EventLog(TorchFunctionMode):
 
     def _record(self, number: int, function: Any, args: tuple[Any, ...], result: Any) -> None:
         given, results = _tensors(args), _tensors((result,))
-        given = given if results else []  # shapes and the like are no use of the values
+        given = given if results else []  # reading a shape does not use the values
         sources = tuple(self._producer.get(id(tensor), -1) for tensor in given)
         self.events.append(Event(function, sources, tuple(tensor.shape for tensor in given)))
         self._producer |= {id(tensor): number for tensor in results}
@@ -89,7 +89,7 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def successors(events: list[Event], layers: Collection[nn.Module]) -> dict[nn.Module, Successors]:
-    """Return what follows each of these layers in a recorded run; layers that it calls more than once are left out."""
+    """Return what follows each of these layers in a recorded run, without layers that are called more than once."""
     users: dict[int, list[int]] = defaultdict(list)
     for number, event in enumerate(events):
         for source in event.sources:
@@ -123,7 +123,7 @@ def _followed(
     if event and event.function in ADDITIONS and len(event.sources) == 2:
         (other,) = (source for source in event.sources if source != last)
         if not 0 <= other < number or event.shapes[0] != event.shapes[1]:
-            return Successors(norm)  # the other summand comes later, and can make up for this one's errors
+            return Successors(norm)  # the other summand comes later, and can correct errors of this one
         stream, last = other, users[last][0]
         event = next_event()
     return Successors(norm, stream, bool(event and event.function in RECTIFIERS))

@@ -1,4 +1,4 @@
-"""Decompose a weight in the norm of its layer's inputs: what counts is the error of the outputs, not of the weight.
+"""Decompose a weight in the norm of its layer's inputs, which measures the error of the outputs.
 
 A layer with the inputs (patches) x computes y = W x. With S = E[x x^T] and a metric G on the outputs, the error of an
 approximation V is E[(Wx - Vx)^T G (Wx - Vx)] = tr(G (W - V) S (W - V)^T). For a matrix the optimum of a given rank is
@@ -33,15 +33,15 @@ def cp_calibrated(
     """Return the canonical form of least error in a layer's outputs, tr(G (W - V) S (W - V)^T).
 
     Args:
-        weight: of shape (O, I / groups, k, ...), or (O, I) for a linear layer, or any finer shape of these.
-        rank: number of terms.
+        weight: a tensor of shape (O, I / groups, k, ...), or (O, I) for a linear layer, or any finer shape of these.
+        rank: the number of terms.
         inputs: S, the second moments of the inputs, of shape (D, D) or (groups, D, D) with D = I / groups * k * ...;
             it may be singular. With centred moments, errors that a bias can correct are not counted.
         outputs: G, of shape (O, O) or (groups, O / groups, O / groups); the identity by default.
-        groups: of a convolution.
+        groups: the groups of a convolution.
         output_modes: how many of the leading modes make up the outputs.
-        init: terms to start from if they are better than the ones found here.
-        steps: Gauss-Newton steps at most; 0 returns the start with the best output vectors.
+        init: terms to start from, if they are better than those found here.
+        steps: the largest number of Gauss-Newton steps; 0 returns the start with the best output vectors.
 
     >>> weight, x = torch.randn(16, 8, 3, 3), torch.randn(500, 72) * torch.linspace(0, 1, 72)
     >>> fitted = cp_calibrated(weight, 20, x.T @ x / 500)
@@ -77,7 +77,7 @@ def fit(
 
 
 def _padded(problem: Problem, factors: Factors, rank: int) -> Factors:
-    """Repeat terms with small random output vectors where there are fewer candidates than asked for."""
+    """Repeat terms with zero output vectors if there are fewer candidates than the rank."""
     missing = rank - factors[0].shape[1]
     if missing <= 0:
         return factors
@@ -87,9 +87,9 @@ def _padded(problem: Problem, factors: Factors, rank: int) -> Factors:
 
 def regression_target(weight: Tensor, squares: Tensor, products: Tensor, trust: float = 1e-3) -> Tensor:
     # (g, o, D), (g, D, D), (g, o, D) -> (g, o, D)
-    """Return the weight with which inputs x give the outputs y best: E[y x^T] E[x x^T]^-1, near ``weight`` in doubt.
+    """Return the weight of the linear regression of outputs y on inputs x, E[y x^T] E[x x^T]^-1.
 
-    ``squares`` is E[x x^T] and ``products`` E[y x^T]. In directions in which x hardly varies the weight stays as it is.
+    ``squares`` is E[x x^T] and ``products`` E[y x^T]. In directions in which x hardly varies, ``weight`` is kept.
     """
     missing = products - weight.to(squares) @ squares
     change = solve_with_ridge(squares, missing.mT, trust).mT

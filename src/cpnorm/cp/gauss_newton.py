@@ -1,4 +1,4 @@
-"""Damped Gauss-Newton steps on all vectors of a canonical form at once, in the metric of a layer's outputs."""
+"""Take damped Gauss-Newton steps on all vectors of a canonical form at once, in the metric of a layer's outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cpnorm.cp.output_metric import Factors, Problem
 from cpnorm.cp.spectra import eigh
 from cpnorm.cp.tensor import khatri_rao
 
-NORM_CONTROL = 1e-2  # price on the squared lengths of the vectors, relative to the error: terms must not cancel
+NORM_CONTROL = 1e-2  # penalty on the squared lengths of the vectors, relative to the error, so that terms do not cancel
 MOST_WORK = 4e11  # multiplications with S that one fit may take; very large layers get fewer steps
 
 
@@ -145,7 +145,7 @@ def _dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
 
 
 def gauss_newton(problem: Problem, factors: Factors, steps: int, inner: int = 15) -> Factors:
-    """Take Levenberg-Marquardt steps on all vectors at once, until one gains next to nothing."""
+    """Return the factors after Levenberg-Marquardt steps on all vectors, until a step gains next to nothing."""
     factors = _balanced(factors)
     rank, columns = factors[0].shape[1], problem.weight.shape[2]
     products = problem.groups * columns**2 * rank * (inner + 4)

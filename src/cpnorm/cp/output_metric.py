@@ -1,4 +1,4 @@
-"""A weight with the metrics of its layer's inputs and outputs, and the terms from which a fit in them starts."""
+"""A weight with metrics of its layer's inputs and outputs, and terms from which a fit in these metrics starts."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from cpnorm.cp.elimination import elimination_order
 from cpnorm.cp.spectra import eigh, svd
 from cpnorm.cp.tensor import khatri_rao
 
-TRUST_IN_INPUTS = 1e-5  # ridge on S, relative to its mean diagonal: directions that the data hardly show keep a price
+TRUST_IN_INPUTS = 1e-5  # ridge on S, relative to its mean diagonal, for directions in which the data hardly vary
 TRUST_IN_OUTPUTS = 1e-2  # the same for G, which is estimated from far fewer numbers
-MOST_CANDIDATES = 1536  # terms of a start among which the elimination chooses; its Gram matrix has this size
+MOST_CANDIDATES = 1536  # terms of a start that the elimination orders; its Gram matrix has this size
 
 Factors = list[Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """One weight with its two metrics, scaled so that the error of a weight of zeros is 1."""
+    """A weight with its two metrics, scaled so that the error of a weight of zeros is 1."""
 
     weight: Tensor  # (g, o, D)
     inputs: Tensor  # S: (g, D, D), mean diagonal 1
     outputs: Tensor  # G: (g, o, o), mean diagonal 1
     shape: tuple[int, ...]
     output_modes: int
-    scale: float  # weight times this is the one given
+    scale: float  # the given weight is this times ``weight``
     total: float  # the error of a weight of zeros, in the units given
 
     @classmethod
     def of(
         cls, weight: Tensor, inputs: Tensor, outputs: Tensor | None = None, *, groups: int = 1, output_modes: int = 1
     ) -> Problem:
-        """Check the shapes, and bring everything to size one."""
+        """Return the scaled problem; raise a ValueError if the shapes do not match."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         rows = math.prod(weight.shape[:output_modes]) // groups
         columns = math.prod(weight.shape[output_modes:])
@@ -71,7 +71,7 @@ class Problem:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the optimum is a singular value decomposition."""
+        """Return True if the optimum is a singular value decomposition."""
         return self.groups == 1 and self.output_modes == 1 and sum(size > 1 for size in self.shape[1:]) <= 1
 
     @cached_property
@@ -122,10 +122,10 @@ class Problem:
         )
 
     def candidates(self) -> Candidates:
-        """Return the terms of a start in the order in which they should go, from which every rank takes its last.
+        """Return the terms of a start in the order in which to drop them; a start of rank R has the last R of them.
 
-        The kernel modes are turned into the principal axes of the inputs, where natural images have nearly all their
-        energy in few; in these axes each slice of the weight gives its whitened singular vectors.
+        The kernel modes are rotated to the principal axes of the inputs, a few of which have nearly all the energy of
+        natural images. In these axes the terms are the whitened singular vectors of each slice of the weight.
         """
         sizes = self.shape[1:]
         longest = max(range(len(sizes)), key=lambda mode: sizes[mode])
@@ -160,16 +160,16 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """Terms in the order in which they should go, and the relative error once so many of them have gone."""
+    """Terms with the order in which to drop them, and the relative error for each number of dropped terms."""
 
     factors: Factors
     order: Tensor
-    errors: Tensor  # after 0, 1, ..., n - 1 terms have gone
-    exact: bool  # whether no fit can do better: the terms are singular vectors
+    errors: Tensor  # after 0, 1, ..., n - 1 terms are dropped
+    exact: bool  # True for singular vectors, which no fit can improve
 
     @classmethod
     def of(cls, problem: Problem, factors: Factors, lost: float = 0.0) -> Candidates:
-        """Order these terms by elimination; ``lost`` is the error with all of them there."""
+        """Order these terms by elimination; ``lost`` is the error of all of them together."""
         order, errors = elimination_order(problem.gram(factors))
         return cls(factors, order, (errors + lost).clamp(0.0, 1.0), problem.is_matrix)
 
@@ -179,16 +179,16 @@ class Candidates:
         return [factor[:, kept.to(factor.device)] for factor in self.factors]
 
     def expected_error(self, rank: int) -> float:
-        """Return about the error that a fit reaches at this rank.
+        """Return an estimate of the error that a fit reaches at this rank.
 
-        On convolutions of trained networks the fit was found to bring an error e of the start down to about e^1.5.
+        On convolutions of trained networks, fits were found to reduce an error e of the start to about e^1.5.
         """
         start = self.errors[max(0, len(self.errors) - rank)].item()
         return start if self.exact else start**1.5
 
 
 def _conditioned(metric: Tensor, trust: float) -> tuple[Tensor, float]:  # (g, d, d) -> (g, d, d), its mean diagonal
-    """Return a positive definite metric with mean diagonal 1, and by what it was divided."""
+    """Return a positive definite metric with mean diagonal 1, and its old mean diagonal."""
     size = metric.diagonal(dim1=-2, dim2=-1).mean().item()
     if not size > 0:
         eye = torch.eye(metric.shape[-1], dtype=metric.dtype, device=metric.device)
