@@ -1,4 +1,4 @@
-"""What all canonical layers share: the dense weight made of their terms, when it is built, and the path they take."""
+"""The base class of canonical layers: how and when they build their weight, and which path they take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CPLayer(CanonicalTerms):
 
     @property
     def path(self) -> str:
-        """How the layer meets its input: "rebuild", "factors", or "auto" for the planner's choice."""
+        """How the layer computes its output: "rebuild", "factors", or "auto" for the planner's choice."""
         return self._form.path
 
     @path.setter
@@ -140,7 +140,7 @@ class CPLayer(CanonicalTerms):
 
     @property
     def prebuilt(self) -> Prebuilt | None:
-        """The weight as it was built last, if it was kept."""
+        """The weight that was built last, or None."""
         return self._form.prebuilt
 
     @prebuilt.setter
@@ -149,7 +149,7 @@ class CPLayer(CanonicalTerms):
 
     @property
     def renormalizer(self) -> Renormalizer | None:
-        """What keeps the columns unit, if anything does."""
+        """The object that keeps the columns unit, or None."""
         return self._form.renormalizer
 
     @renormalizer.setter
@@ -177,7 +177,7 @@ class CPLayer(CanonicalTerms):
         )
 
     def _rebuilds(self, x: Tensor) -> bool:
-        if x.is_nested or not self._fits(x):  # torch's own layer says what does not fit
+        if x.is_nested or not self._fits(x):  # the plain layer raises for what does not fit
             return True
         if self.path not in PATHS:
             raise ValueError(f"expected path to be one of {', '.join(PATHS)}, got {self.path!r}")
@@ -213,7 +213,7 @@ class CPLayer(CanonicalTerms):
         return self._planned_path(shape, True, False) == "rebuild"
 
     def _dense_for(self, x: Tensor) -> Tensor | None:
-        """Return the dense weight if it should meet this input, and None if the factors should."""
+        """Return the dense weight if this input should be multiplied with it, and None for the factors."""
         prebuilt = self.valid_prebuilt()
         if not (x.is_nested or torch.compiler.is_compiling()):
             self._form.channels_last = x.ndim == 4 and x.stride(1) == 1 and not x.is_contiguous()

@@ -1,4 +1,4 @@
-"""What a canonical layer keeps beside its parameters: its modes, its path, and the weight that was built last."""
+"""The state of a canonical layer besides its parameters: its modes, its path, and the weight that was built last."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Prebuilt:
     """A weight built before its layer runs: W, or two matrices whose product it is."""
 
     tensors: tuple[Tensor, ...]
-    parameters: tuple[Tensor, ...] = ()  # what it was built from
+    parameters: tuple[Tensor, ...] = ()  # the parameters from which it was built
     identities: list[int] | None = None  # of these objects
     versions: list[int] | None = None  # of these and of the weight; None: its maker replaces it in time
     memory: tuple[Tensor, ...] = ()  # that of the parameters; held, so that other data cannot get the same address
@@ -40,7 +40,7 @@ class Prebuilt:
 
 
 class Renormalizer(Protocol):
-    """What keeps the columns of layers unit."""
+    """An object that keeps the columns of layers unit."""
 
     def is_unit(self, layer: CPLayer) -> bool:
         """Return True if the columns of the layer are unit now."""
@@ -48,16 +48,16 @@ class Renormalizer(Protocol):
 
 @dataclass
 class Form:
-    """What a canonical layer knows beside its parameters, in one place, so that no attribute of a user's is in the way.
+    """The state of a canonical layer besides its parameters, in one attribute, which leaves other names to users.
 
     Attributes:
         modes: the shape in which W is decomposed: that of the weight, or a finer one.
         path: "rebuild", "factors", or "auto" for the planner's choice.
-        folds_to: the class that ``fold`` gives back.
-        prebuilt: the weight as it was built last, good for as long as no parameter changes.
+        folds_to: the class that ``fold`` restores.
+        prebuilt: the weight that was built last, valid until a parameter changes.
         ready: the same during a forward pass for which ``NetworkWeights`` has just built it and checked the parameters.
-        renormalizer: what keeps the columns unit, if anything does.
-        plans: paths the planner chose before, by rank and size of the input.
+        renormalizer: the object that keeps the columns unit, or None.
+        plans: earlier choices of the planner, by rank and size of the input.
         channels_last: whether the last input of a 2-d convolution lay in memory that way; its weight should, too.
         input_shape: that of the last input on a CPU.
     """

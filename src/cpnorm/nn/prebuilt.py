@@ -1,8 +1,8 @@
 """Build the weights of all canonical layers of a model together, once per forward pass, by one autograd node.
 
-A weight depends on parameters alone, not on the input of its layer. So all weights of a network can be built before
-its forward pass, and all gradients of sigma, lambda and the vectors be computed after its backward pass, each by one
-program over the whole network. In between, the network runs exactly as a plain one.
+A weight depends on parameters only, not on the input of its layer. All weights of a network can therefore be built
+before its forward pass, and all gradients of sigma, lambda and the vectors be computed after its backward pass, each by
+one program over the whole network. In between, the network runs exactly as a plain one.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from cpnorm.nn.weight_programs import Program, make_program
 
 
 class _BuildWeights(torch.autograd.Function):
-    """(terms of all layers) -> weights of all layers.
+    """Map the terms of all layers to their weights.
 
-    Nothing is saved: a program holds what its gradients need as long as the parameters stay as they are, so that the
-    node may run again, as it does once for each region of a reentrant activation checkpoint.
+    Nothing is saved for the backward pass: a program holds what its gradients need until parameters change. The node
+    can therefore run several times, as it does for each region of a reentrant activation checkpoint.
     """
 
     @staticmethod
@@ -41,7 +41,7 @@ class _BuildWeights(torch.autograd.Function):
         if ctx.versions != ctx.owner.current_versions():
             raise RuntimeError(
                 "canonical parameters were changed in place between the forward and the backward pass, which needs "
-                "them as they were"
+                "the old values"
             )
         if torch.is_grad_enabled():  # create_graph=True
             return None, None, *_differentiable_gradients(ctx.owner.trained_layers(), d_weights)
@@ -62,15 +62,14 @@ def _differentiable_gradients(layers: Sequence[CPLayer], d_weights: Sequence[Ten
 
 
 class NetworkWeights:
-    """Keep columns unit and have all weights of a model ready at each of its forward passes.
+    """Keep columns unit, and build all weights of a model together before each of its forward passes.
 
-    It is a forward pre-hook of the model. Copies of the model do not take it over: their layers build their own
-    weights.
+    It is a forward pre-hook of the model. Copies of the model do not have it: their layers build their own weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.enabled = True  # False: columns are kept unit, and layers build their own weights
-        self.versions: list[int] = []  # of the parameters when their columns were unit last
+        self.versions: list[int] = []  # of the parameters when their columns were last unit
         self._layers = list(canonical_layers(model).values())
         tied = including_tied(model, canonical_layers(model)).values()
         self._tied = [[other for other in tied if tie_key(other) == tie_key(layer)] for layer in self._layers]
@@ -127,7 +126,7 @@ class NetworkWeights:
     def __reduce__(self) -> tuple[Any, ...]:
         return NoNetworkWeights, ()
 
-    # --- what it knows of the parameters ---
+    # --- the state of the parameters ---
 
     def _current(self) -> list[Any]:
         return [parameters.get(name) for parameters, name in self._places]
@@ -137,7 +136,7 @@ class NetworkWeights:
         return all(map(operator.is_, self._current(), self._parameters))
 
     def trust_columns(self) -> None:
-        """Take the columns for unit as they are: whoever wrote the parameters knows."""
+        """Assume that all columns are unit now; call this only after code that made them so."""
         self.versions = self.current_versions()
         self._built.clear()
 
@@ -146,7 +145,7 @@ class NetworkWeights:
         return [parameter._version for parameter in self._parameters]
 
     def is_unit(self, layer: CPLayer) -> bool:
-        """Return True if the columns of a layer are unit, by the promise made for its model."""
+        """Return True if the columns of the layer are known to be unit."""
         return (
             self.active
             and not self._sharded
@@ -194,7 +193,7 @@ class NetworkWeights:
             self._renormalizer = make_renormalizer(self._factors, self._lambdas)
         self._renormalizer()
         self.versions = self.current_versions()
-        self._built.clear()  # an optimizer that writes to parameter.data leaves versions as they are
+        self._built.clear()  # an optimizer that writes to parameter.data does not change versions
         for forms in self._forms:
             for form in forms:
                 form.prebuilt = None
@@ -204,7 +203,7 @@ class NetworkWeights:
     def __call__(
         self, model: nn.Module | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Build the weights; this is the forward pre-hook, and may be called without arguments in front of a step."""
+        """Build the weights: the forward pre-hook, which may also be called without arguments before a step."""
         if torch.compiler.is_compiling():
             self._trace_build()
         elif model is None:
@@ -213,7 +212,7 @@ class NetworkWeights:
             self._build([(x.shape, x.stride()) for x in (*args, *(kwargs or {}).values()) if type(x) is Tensor])
 
     def _build(self, inputs: list[Any] | None) -> None:
-        # Under one of torch.func's transforms layers build their weights by operations that it knows.
+        # Under torch.func's transforms, layers build their weights by operations that the transforms support.
         if not torch.is_grad_enabled() or _transformed() or not self.applies():
             return
         seen, self._inputs = inputs is not None and inputs == self._inputs, inputs
@@ -272,7 +271,7 @@ class NetworkWeights:
         return self._programs[dtype]
 
     def built(self, program: Program) -> list[Tensor]:
-        """Return the weights of a program, built anew if parameters have changed."""
+        """Return the weights of a program, built again if parameters have changed."""
         versions, weights = self._built.get(program, ([], []))
         if versions != self.versions:
             weights = program.build()
@@ -301,7 +300,7 @@ def _is_unit(factor: Tensor) -> bool:
 
 
 class NoNetworkWeights:
-    """What a copied or unpickled model has in the place of ``NetworkWeights``: nothing is kept or promised."""
+    """The replacement of ``NetworkWeights`` in a copied or unpickled model, which does nothing."""
 
     def __call__(self, *_: object) -> None:
         """Do nothing before a forward pass."""
@@ -312,7 +311,7 @@ class NoNetworkWeights:
 
 
 def _run_uncompiled(*hooks: Callable[..., None]) -> None:
-    """Have hooks of a compiled model run as they are; a compiler that traces the call of the model traces them too."""
+    """Exclude hooks from compilation when they are called alone; they are traced with the call of the model."""
     dynamo: Any = torch._C._dynamo.eval_frame
     skip = dynamo._FrameAction.SKIP
     for hook in hooks:

@@ -1,4 +1,4 @@
-"""``NetworkWeights`` as operators, which compilers keep as they are.
+"""The operators of ``NetworkWeights``, which compilers treat as opaque.
 
 All weights are one tensor there, and so are all gradients: an operator with one result is cheaper to compile and to
 call than one with a hundred.

@@ -1,4 +1,4 @@
-"""The dense weight of a canonical layer as its users see it: a result, which raises when it is written to."""
+"""A read-only view of the dense weight of a canonical layer, which raises when it is written to."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MESSAGE = (
 
 
 class ReadOnlyWeight(Tensor):
-    """A tensor that raises a RuntimeError where an operation would write to it, to its ``data`` or to a view of it.
+    """A tensor that raises a RuntimeError if an operation would write to it, to its ``data`` or to a view of it.
 
-    Every other operation gives what it gives for a plain tensor. ``detach`` gives a plain tensor too, as do all
-    operations whose result has memory of its own.
+    All other operations work as on a plain tensor. ``detach`` returns a plain tensor, as do all operations whose result
+    has its own memory.
     """
 
     @classmethod
@@ -42,9 +42,9 @@ class ReadOnlyWeight(Tensor):
 
 
 def read_only(weight: Tensor) -> Tensor:
-    """Return the weight as one that cannot be written to; gradients flow through it.
+    """Return a read-only view of the weight; gradients flow through it.
 
-    Compilers and tensors of another kind (FSDP's shards, fake tensors) get it as it is.
+    Under a compiler, and for other tensor types (FSDP's shards, fake tensors), return the weight itself.
     """
     if torch.compiler.is_compiling() or type(weight) is not Tensor:
         return weight
