@@ -21,7 +21,10 @@ from safetensors.torch import save_file
 import cpnorm
 import official_files
 from cpnorm.lab.data import pretrained
+from cpnorm.lab.paper import tables as paper
+from cpnorm.lab.report import code_protocol
 from cpnorm.lab.report.claims import claims
+from cpnorm.lab.report.comparison import compare, count_agreement
 from cpnorm.lab.report.records import read_results
 from cpnorm.lab.training.networks import cifar_resnet
 from cpnorm.lab.training.records import read_records
@@ -186,6 +189,17 @@ def test_the_rows_on_real_networks_are_what_the_records_say() -> None:
 def test_the_claims_are_answered_as_the_records_do() -> None:
     answers = re.findall(r"^\| ([^|]+\?) \| ([^|]+) \| [^|]+ \|$", IN_SHORT, re.M)
     assert answers == [(claim.question, claim.answer) for claim in claims(read_results(ROOT / "results"))]
+
+
+def test_the_agreement_is_what_the_records_say() -> None:
+    records = read_results(ROOT / "results")
+    coded = code_protocol.read(records, ROOT / "results")
+    assert coded is not None
+    text = count_agreement([compare(row, table, records) for table in paper.tables() for row in table.rows])
+    code = code_protocol.agreement(coded)
+    plain = " ".join(README.split())
+    assert f"{text.agree} of its {text.rows} distinct accuracies agree" in plain
+    assert f"{code.agree} of {code.measured} measured so far" in plain
 
 
 def test_the_speeds_are_those_of_the_benchmarks() -> None:
