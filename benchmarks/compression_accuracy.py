@@ -355,7 +355,7 @@ def arguments() -> argparse.Namespace:
     add("--seeds", nargs="*", type=int, default=[0], help="of the fine-tuning")
     add("--network-seed", type=int, default=0, help="of the dense network's training")
     add("--epochs", type=float, default=20, help="of fine-tuning")
-    add("--dense-epochs", type=int, default=30, help="of training a dense network")
+    add("--dense-epochs", type=int, default=60, help="of training a dense network")
     add("--label", default="default", help="a name for these fine-tuning settings, to compare several")
     add("--lr", type=float)
     add("--batch-size", type=int)
