@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from cpnorm.lab.paper.jobs import Results
 from cpnorm.lab.training.jsonfiles import parse_object
 from cpnorm.lab.training.runs import RunError, RunFolder
-from trust.workers import Hardship, last_words, start
+from trust.workers import JOBS, Hardship, last_words, start
 
 CONTENT = random.Random(0).randbytes(2**20)
 SECONDS: dict[str, float] = {}  # that a job takes which nothing happens to
@@ -142,6 +142,30 @@ def killed_and_resumed(
 @pytest.mark.parametrize("job", MOMENTS)
 def test_a_killed_job_goes_on(job: str, tmp_path: Path, undisturbed: Callable[[str], Path], address: str) -> None:
     assert killed_and_resumed(job, 1, 2, tmp_path, undisturbed, address)
+
+
+class Killed(BaseException):
+    """Stands for the end of a process: nothing after it is done."""
+
+
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_a_run_that_ends_after_any_step_goes_on_with_the_same_bits(
+    step: int, tmp_path: Path, undisturbed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, saved = RunFolder.save_checkpoint, []
+
+    def save_and_end(folder: RunFolder, state: dict[str, Any]) -> None:
+        save(folder, state)
+        saved.append(1)
+        if len(saved) == step:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "save_checkpoint", save_and_end)
+        with pytest.raises(Killed):
+            JOBS["train"](tmp_path)
+    JOBS["train"](tmp_path)
+    assert outcome(tmp_path, "train") == outcome(undisturbed("train"), "train")
 
 
 @pytest.mark.kill

@@ -65,9 +65,16 @@ class NetworkWeights:
     """Keep columns unit, and build all weights of a model together before each of its forward passes.
 
     It is a forward pre-hook of the model. Copies of the model do not have it: their layers build their own weights.
+
+    Args:
+        model: a model with canonical layers.
+        by_plan: on a CPU, leave layers to their factors where the planner expects that to be faster for inputs such as
+            the last ones. False builds all weights, whatever came before, so that a training that is resumed takes the
+            same path, and ends with the same bits, as one that was not stopped.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, by_plan: bool = True) -> None:
+        self.by_plan = by_plan
         self.enabled = True  # False: columns are kept unit, and layers build their own weights
         self.versions: list[int] = []  # of the parameters when their columns were last unit
         self._layers = list(canonical_layers(model).values())
@@ -165,7 +172,7 @@ class NetworkWeights:
         self._addresses, found = found, list(found)
         found += [p.requires_grad for p in self._parameters]
         for forms in self._forms:
-            found += (forms[0].channels_last, forms[0].input_shape)
+            found += (forms[0].channels_last, forms[0].input_shape if self.by_plan else None)
         if found != self._signature:
             self._signature, self._renormalizer = found, None
             self._programs.clear()
@@ -175,7 +182,7 @@ class NetworkWeights:
                 index
                 for index, layer in enumerate(self._layers)
                 if not self._sharded
-                and layer.trains_by_rebuilding()
+                and (layer.trains_by_rebuilding() if self.by_plan else layer.path != "factors")
                 and (layer.lambdas.dtype, layer.lambdas.device) == (first.dtype, first.device)
                 and all(parameter.requires_grad for parameter in layer.canonical_parameters())
             ]

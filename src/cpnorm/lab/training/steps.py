@@ -74,7 +74,7 @@ class Step:
         self.network: cpnorm.NetworkWeights | None = None
         if self.layers and config.renormalize:
             cpnorm.renormalize(model)
-            self.network = cpnorm.NetworkWeights(model)
+            self.network = cpnorm.NetworkWeights(model, by_plan=False)  # a plan depends on the inputs before
             self.network.trust_columns()
 
         count = len(data.train_labels)
