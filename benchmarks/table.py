@@ -69,8 +69,9 @@ def _any_network(path: Path, device: str) -> list[str]:
         return []
     records = [json.loads(line) for line in path.read_text().splitlines()]
     first = records[0]
+    networks = "networks of timm and transformers" if device == "cuda" else "small networks"
     lines = [
-        f"## An ordinary training loop on networks of timm and transformers: {first['hardware']}",
+        f"## An ordinary training loop on {networks}: {first['hardware']}",
         "",
         f"`python benchmarks/any_network.py --device {device}`",
         "",
