@@ -89,12 +89,12 @@ def _rounded(rank: int, most: int, multiple: int) -> int:
 
 def _ranks(ranks: int | Mapping[str, int], model: nn.Module, layers: Mapping[str, CPLayer]) -> Mapping[str, int]:
     if isinstance(ranks, Mapping):
-        told = spread_over_tied("ranks", ranks, including_tied(model, layers), "truncate")
+        given = spread_over_tied("ranks", ranks, including_tied(model, layers), "truncate")
     else:
-        told = dict.fromkeys(layers, ranks)
+        given = dict.fromkeys(layers, ranks)
     kept = {}
-    for name in (name for name in told if name in layers):
-        asked = told[name]
+    for name in (name for name in given if name in layers):
+        asked = given[name]
         most = layers[name].rank
         rank = check_int("rank", asked, where=f" for {name or 'the layer'}")
         if isinstance(ranks, Mapping) and rank > most:

@@ -61,7 +61,7 @@ def cut_within(job: ShrinkJob, budget: str, amount: float, exact: nn.Module) -> 
 
 def cut_to(job: ShrinkJob, candidate: nn.Module, budget: str, target: int, **changed: Any) -> None:
     """Truncate in place to a number of parameters or FLOPs."""
-    options: dict[str, Any] = {"data": job.batches, "progress": partial(job.told, "cutting"), **changed}
+    options: dict[str, Any] = {"data": job.batches, "progress": partial(job.report_progress, "cutting"), **changed}
     if budget == "parameters":
         truncate(candidate, params=target, **options)
     else:
@@ -75,7 +75,7 @@ def _by_accuracy(job: ShrinkJob, drop: float, exact: nn.Module) -> nn.Module:
     whole, best, high = count_parameters(job.model), None, 1.0
     low = min(1.0, _least_parameters(exact) / whole)
     for probe in range(PROBES):
-        job.tell("bisecting", probe, PROBES)
+        job.progress("bisecting", probe, PROBES)
         share = math.sqrt(low * high)
         candidate = copy.deepcopy(exact)
         cut_to(job, candidate, "parameters", math.ceil(share * whole))
@@ -96,7 +96,7 @@ def _by_latency(job: ShrinkJob, limit: float, exact: nn.Module) -> nn.Module:
     quickly = {"refit": "none", "data": job.batches[:1]}  # the time depends on the ranks only
     least = math.inf
     for probe in range(PROBES):
-        job.tell("bisecting", probe, PROBES)
+        job.progress("bisecting", probe, PROBES)
         middle, candidate = (low + high) / 2, copy.deepcopy(exact)
         try:
             cut_to(job, candidate, "flops", math.ceil(middle * whole), **quickly)

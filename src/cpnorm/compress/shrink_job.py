@@ -34,7 +34,7 @@ class ShrinkJob:
     batches: list[Batch]
     example: Any
     metric: Metric | None
-    tell: Progress
+    progress: Progress
     limit: int | None = None  # parameters that the result may have
     stacked: dict[str, tuple[str, ...]] = field(default_factory=dict)  # names of layers that are decomposed together
 
@@ -46,8 +46,8 @@ class ShrinkJob:
     def device(self) -> torch.device:
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
-    def told(self, what: str, name: str, done: int, total: int) -> None:
-        self.tell(f"{what}: {name}" if name else what, done, total)
+    def report_progress(self, what: str, name: str, done: int, total: int) -> None:
+        self.progress(f"{what}: {name}" if name else what, done, total)
 
     def verify(self, small: nn.Module, cut: nn.Module) -> float:
         """Return the relative difference of the outputs of both models; raise if it is more than rounding."""

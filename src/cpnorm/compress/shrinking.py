@@ -93,28 +93,28 @@ def shrink(
     )
     batches = as_batches(data, samples)
     example = first_sample(model, batches[0][0]) if example_input is None else example_input
-    tell = progress or (lambda what, done, total: None)
-    job = ShrinkJob(model, batches, example, metric, tell)
+    report_step = progress or (lambda what, done, total: None)
+    job = ShrinkJob(model, batches, example, metric, report_step)
     exact, dense = _canonical_form(job, skip, together=together and budget in ("parameters", "accuracy_drop"))
     shapes = {name: (layer.plain.__name__, layer.modes) for name, layer in canonical_layers(exact).items()}
     steps = ["exact canonical form"]
     cut = cut_within(job, budget, amount, exact)
     steps.append(f"cut and fitted to the outputs on {job.samples:,} samples")
     if finetune is not None:
-        tell("fine-tuning", 0, 1)
+        report_step("fine-tuning", 0, 1)
         returned = finetune(cut.train())
         cut = returned if isinstance(returned, nn.Module) else cut
         renormalize(cut)
         steps.append("fine-tuned")
     cut.eval()
-    tell("factorising", 0, 1)
+    report_step("factorising", 0, 1)
     choice = budget_forms(job, cut, budget)
     small = plain_model(choice, cut)
     verified = job.verify(small, cut)
     steps.append("factorised into plain layers, outputs verified")
-    tell("measuring", 0, 1)
+    report_step("measuring", 0, 1)
     report = job.report(f"{budget}={amount:g}", small, shapes, choice, dense, verified, steps, started)
-    tell("done", 1, 1)
+    report_step("done", 1, 1)
     return Shrunk(small, cut, report)
 
 
@@ -137,7 +137,7 @@ def _canonical_form(job: ShrinkJob, skip: Skip, together: bool) -> tuple[nn.Modu
         try:
             modes = {n: m for n, m in flatten_modes(canonical, job.example).items() if n not in reasons}
             inside = [name for name in reasons if isinstance(canonical.get_submodule(name), LAYERS)]
-            canonical_norm(canonical, skip=inside, modes=modes, progress=partial(job.told, "canonical form"))
+            canonical_norm(canonical, skip=inside, modes=modes, progress=partial(job.report_progress, "canonical form"))
         except ValueError as error:
             raise ValueError(f"{error}; layers that stay dense: {reasons}" if reasons else str(error)) from error
     # A layer whose weight is read by other code must stay in one piece, so that truncating it would save nothing.

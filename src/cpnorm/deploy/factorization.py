@@ -310,8 +310,8 @@ def _checked(model: nn.Module, goal: Goal, forms: Mapping[str, str] | None) -> t
     check_type(forms, (Mapping, type(None)), "a mapping from layer names to forms")
     if not layers:
         raise ValueError(f"{type(model).__name__} has no canonical layer to factorize")
-    told = spread_over_tied("forms", forms or {}, including_tied(model, layers), "factorize")
-    asked = {name: form for name, form in told.items() if name in layers}
+    given = spread_over_tied("forms", forms or {}, including_tied(model, layers), "factorize")
+    asked = {name: form for name, form in given.items() if name in layers}
     for name, form in asked.items():
         if form not in (known := [*forms_of(layers[name]), "dense"]):
             raise ValueError(f"expected form to be one of {', '.join(known)}, got {form!r} for {name}")
