@@ -173,6 +173,11 @@ BAD: dict[str, list[Bad]] = {
         Bad(lambda _: cpnorm.cp_als(W, 2, init=FORM), r"init: expected rank 2 and shape \(4, 3, 2\), got rank 6"),
         *no_generator(lambda _, g: cpnorm.cp_als(W, 2, generator=g)),
     ],
+    "exact_rank": [
+        Bad(lambda _: cpnorm.exact_rank(()), "shape: expected at least one mode"),
+        Bad(lambda _: cpnorm.exact_rank((0, 0)), "shape: expected at least one mode"),
+        Bad(lambda _: cpnorm.exact_rank(5), "has no len"),
+    ],
     "estimate_rank": [
         *no_weight(cpnorm.estimate_rank),
         *each(

@@ -77,6 +77,7 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     ),
     "canonical_norm, power": lambda _: cpnorm.canonical_norm(network(), 3, "power", generator=generator()),
     "canonical_norm, als": lambda _: cpnorm.canonical_norm(network(), 3, "als", generator=generator()),
+    "exact_rank": lambda _: cpnorm.exact_rank((8, 3, 3)),
     "cp_exact": lambda _: cpnorm.cp_exact(network()[0].weight),
     "cp_power": lambda _: cpnorm.cp_power(network()[0].weight, 3, generator=generator()),
     "cp_als": lambda _: cpnorm.cp_als(network()[0].weight, 3, generator=generator()),

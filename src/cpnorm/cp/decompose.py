@@ -38,6 +38,8 @@ def exact_rank(shape: Sequence[int]) -> int:
     >>> exact_rank((192, 64, 3, 3))
     576
     """
+    if not len(shape) or max(shape) < 1:
+        raise ValueError(f"shape: expected at least one mode >= 1, got {tuple(shape)}")
     return math.prod(shape) // max(shape)
 
 
