@@ -252,6 +252,7 @@ class Run:
             share,
             seed,
             args.label if seed is not None else None,
+            round(self.accuracy, 2),
         )
         return key not in {compression_figure.key(record) for record in self.records}
 

@@ -40,7 +40,20 @@ def key(record: Record) -> tuple[Any, ...]:
     """Return what makes two records the same measurement."""
     label = record["finetuning"]["label"] if "finetuning" in record else None
     names = ("network", "data", "network_seed", "method", "share")
-    return (*(record[name] for name in names), record.get("seed"), label)
+    return (*(record[name] for name in names), record.get("seed"), label, round(record["dense_accuracy"], 2))
+
+
+def networks(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Return the records of each dense network by its name; of several of one kind it has the accuracy in it."""
+    groups: dict[tuple[str, str, float], list[Record]] = defaultdict(list)
+    for record in records:
+        groups[record["network"], record["data"], round(record["dense_accuracy"], 2)].append(record)
+
+    def name(network: str, data: str, dense: float) -> str:
+        several = sum(other[:2] == (network, data) for other in groups) > 1
+        return f"{network}, {data}" + (f" (dense {dense:.2f} %)" if several else "")
+
+    return {name(*group): groups[group] for group in sorted(groups)}
 
 
 def line(record: Record) -> str:
@@ -85,7 +98,8 @@ def table(records: Sequence[Record]) -> list[str]:
 
 def print_table(paths: Iterable[Path]) -> None:
     """Print the table of these records."""
-    print("\n".join(table(read(path for path in paths if path.exists()))))
+    for here in networks(read(path for path in paths if path.exists())).values():
+        print("\n".join(table(here)))
 
 
 def show(paths: Sequence[Path], figure: Path, page: Path | None = None) -> None:
@@ -102,10 +116,9 @@ def with_figures(text: str, records: Sequence[Record], figure: str) -> str:
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     parts = []
-    for network, data in sorted({(record["network"], record["data"]) for record in records}):
-        here = [record for record in records if (record["network"], record["data"]) == (network, data)]
+    for name, here in networks(records).items():
         machine = here[0]["machine"]
-        parts.append(f"**{network}, {data}**: {machine['gpu'] or machine['cpu']}, commit {_commits(here)}")
+        parts.append(f"**{name}**: {machine['gpu'] or machine['cpu']}, commit {_commits(here)}")
         parts.append("\n".join(table(here)))
     parts.append(f"![accuracy against parameters and FLOPs]({figure})")
     return before + BEGIN + "\n" + "\n\n".join(parts) + "\n" + END + after
@@ -122,12 +135,12 @@ def draw(records: Sequence[Record], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    networks = sorted({(record["network"], record["data"]) for record in records})
+    shown = networks(records)
     figure, axes = pyplot.subplots(
-        len(networks), 2, figsize=(11, 3.6 * len(networks)), squeeze=False, layout="constrained", sharey="row"
+        len(shown), 2, figsize=(11, 3.6 * len(shown)), squeeze=False, layout="constrained", sharey="row"
     )
-    for (network, data), (left, right) in zip(networks, axes, strict=True):
-        here = [r for r in records if (r["network"], r["data"]) == (network, data) and r["accuracy"] is not None]
+    for (name, group), (left, right) in zip(shown.items(), axes, strict=True):
+        here = [record for record in group if record["accuracy"] is not None]
         for axis, quantity in ((left, "parameters"), (right, "flops")):
             _curves(axis, here, quantity)
             axis.set_xscale("log")
@@ -138,7 +151,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
             axis.axhline(here[0]["dense_accuracy"], color="black", linewidth=0.8, linestyle=":")
             axis.grid(alpha=0.3)
         left.set_ylabel("test accuracy, %")
-        left.set_title(f"{network}, {data}", loc="left")
+        left.set_title(name, loc="left")
     named = {
         label: handle for axis in axes[:, 0] for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }

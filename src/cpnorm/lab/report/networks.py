@@ -47,8 +47,11 @@ class Cut:
 
 
 def read_cuts(results: Path) -> list[Cut]:
-    """Return the cuts of the results by network, share and method; smoke tests of the benchmark are left out."""
-    cuts: dict[tuple[str, str, str, float], Cut] = {}
+    """Return the cuts of the results by network, share and method; smoke tests of the benchmark are left out.
+
+    Where a network was trained more than once, each of them has the accuracy of its dense form after its name.
+    """
+    cuts: dict[tuple[str, str, float, str, float], Cut] = {}
     for path in sorted((results / FOLDER).glob("*.jsonl")):
         try:
             for line, record in read_records(path):
@@ -60,12 +63,17 @@ def read_cuts(results: Path) -> list[Cut]:
                 names = [record.get(key) for key in ("network", "data", "method")]
                 if not all(isinstance(name, str) and name for name in names):
                     raise ValueError(f"{path}, line {line}: expected names of network, data and method, got {names!r}")
-                key = (str(names[0]), str(names[1]), str(names[2]), found[0])
-                cut = cuts.setdefault(key, Cut(*key))
+                (dense,) = numbers([record.get("dense_accuracy")]) or [0.0]
+                key = (str(names[0]), str(names[1]), dense, str(names[2]), found[0])
+                cut = cuts.setdefault(key, Cut(str(names[0]), str(names[1]), str(names[2]), found[0]))
                 cut.parameters = found[1]
                 (cut.tuned if record.get("finetuning") else cut.untrained).append(found[2])
         except ValueError as error:
             raise RecordError(reprlib.repr(str(error)) if len(str(error)) > 400 else str(error)) from error
+    trained = {key[:3] for key in cuts}
+    for (network, data, dense, *_), cut in cuts.items():
+        if sum(other[:2] == (network, data) for other in trained) > 1:
+            cut.network = f"{network}-{dense:.2f}"
     return sorted(
         cuts.values(),
         key=lambda cut: (
@@ -83,8 +91,10 @@ def name_of(cut: Cut) -> str:
 
 
 def network_name(cut: Cut) -> str:
-    """Return the usual name of a network."""
-    return NETWORKS.get(cut.network, cut.network)
+    """Return the usual name of a network, with the accuracy of its dense form if that is a part of its name."""
+    kind, _, dense = cut.network.partition("-")
+    name = NETWORKS.get(kind)
+    return cut.network if name is None else f"{name} ({dense} %)" if dense else name
 
 
 def section(cuts: Sequence[Cut]) -> Section | None:
