@@ -42,6 +42,8 @@ from cpnorm.nn.siblings import stack_siblings
 
 SHARES = (0.1, 0.2, 0.3, 0.4)
 RIDGE = 1e-6  # of the mean diagonal of the second moments, for their Cholesky factor
+PAGE = timing.RESULTS.parent.parent / "docs" / "guides" / "yours.md"
+BEGIN, END = "<!-- made by benchmarks/language_model.py -->", "<!-- end of what it made -->"
 HEAD = "lm_head"  # tied to the embedding
 
 
@@ -226,6 +228,26 @@ def speed(model: nn.Module, small: nn.Module, tokens: Tensor, rounds: int) -> di
     }
 
 
+def section(found: dict[str, Any]) -> str:
+    """Return the table of docs/guides/yours.md, made of the record; shares that were not measured are left out."""
+    caption, rows = next(iter(found["tables"].items()))
+    shares = sorted({round(row["removed"], 1) for row in rows if row["removed"]})
+    lines = [f"| perplexity | {' | '.join(f'{100 * share:.0f} % removed' for share in shares)} |"]
+    lines.append("|---" + "|---:" * len(shares) + "|")
+    for method in dict.fromkeys(row["method"] for row in rows[1:]):
+        got = {round(row["removed"], 1): row["perplexity"] for row in rows if row["method"] == method}
+        cells = [f"{got[share]:.3g}" if share in got else "not measured" for share in shares]
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    lines += ["", f"Dense: {rows[0]['perplexity']:.3g}. {caption} ({found['machine']['gpu'] or 'CPU'})."]
+    for row in found["tables"]["Speed and size"]:
+        speeds = row["tokens/s"]["median"], row["tokens/s dense"]["median"]
+        lines.append(
+            f"With {100 * row['share']:.0f} % removed, {row['method']}: a file of {row['file in bf16, MB']:.0f} MB in "
+            f"bfloat16, and {speeds[0]:,.0f} tokens a second against {speeds[1]:,.0f} (one window at a time, float32)."
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = timing.parser(__doc__, rounds=5)
     parser.add_argument("--model", type=Path, required=True, help="folder of the model")
@@ -285,6 +307,13 @@ def write(rows: list[dict[str, Any]], speeds: list[dict[str, Any]], test: int, c
     caption = f"WikiText-2 test, {test} windows of {args.length} tokens, calibrated on {calibration} of its valid text"
     tables = {caption: rows, "Speed and size": speeds}
     timing.write("language_model", args.device, title="SmolLM2-135M without training", claims=claims, tables=tables)
+
+
+def write_page() -> None:
+    """Put the table of the record into the guide: python -c "import language_model; language_model.write_page()"."""
+    found = json.loads((timing.RESULTS / "language_model_cuda.json").read_text())
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{section(found)}\n\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

@@ -212,6 +212,8 @@ def section(found: Mapping[str, Any]) -> str:
         f"first {counts} test images. In brackets: how many times as fast as the dense network in the same runtime.",
         f"(`{found['command']}`; {machine['cpu']}, {threads}, load {machine['load']:g}; {packages}.)",
     ]
+    if machine["load"] > machine["threads"]:
+        lines[-1:] = ["The machine was busy with other work: ratios, taken in turns, say more than times.", lines[-1]]
     if found["left_out"]:
         lines += ["", "What does not work:", ""]
         lines += [f"- {name}: `{error}`" for name, error in found["left_out"].items()]
@@ -263,7 +265,8 @@ def main() -> None:
                 print(key, "left out:", error, flush=True)
             line = {"network": network, "runtime": key, "rows": rows, "error": error, "versions": versions()}
             line |= {"seconds": time.perf_counter() - started, "machine": timing.machine()}
-            line["command"] = "python benchmarks/runtimes.py --data-dir DATA --work FOLDER"
+            options = f"--threads {args.threads} --rounds {args.rounds} --images {args.images}"
+            line["command"] = f"python benchmarks/runtimes.py --data-dir DATA --work FOLDER {options}"
             with (args.work / "lines.jsonl").open("a") as file:
                 file.write(json.dumps(line) + os.linesep)
 

@@ -20,6 +20,7 @@ SCRIPTS = (
     "plan",
     "decompose",
     "inference",
+    "any_network_inference",
     "startup",
 )  # in the order of the page
 

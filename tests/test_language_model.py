@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
 
 import language_model
+import timing
 
 
 @pytest.fixture
@@ -55,3 +57,10 @@ def test_cpnorm_removes_the_share_asked_for(model: Any, together: bool) -> None:
     assert 0.3 <= removed < 0.33
     before, after = (language_model.perplexity(each, tokens(), 4) for each in (model, small))
     assert after < 1.2 * before
+
+
+def test_the_guide_has_the_table_of_the_record() -> None:
+    found = json.loads((timing.RESULTS / "language_model_cuda.json").read_text())
+    page = language_model.PAGE.read_text()
+    made = page.partition(language_model.BEGIN)[2].partition(language_model.END)[0].strip()
+    assert made == language_model.section(found)
