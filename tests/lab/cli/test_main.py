@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -376,3 +377,15 @@ def test_the_line_a_terminal_redraws(images: ImageSet) -> None:
         assert len(line) <= width
         assert all(part in line for part in there)
         assert gone not in line
+
+
+def test_a_warning_is_a_one_line_message(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def warn(*_: object, **__: object) -> int:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn("0 of 4 layers\ngain [b]", stacklevel=1)
+        return 0
+
+    monkeypatch.setattr(main, "app", warn)
+    assert main.main(["demo"]) == 0
+    assert capfd.readouterr().err == "cpnorm: warning: 0 of 4 layers gain [b]\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -47,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     try:
-        code = app([word for word in words if word != "--debug"], prog_name="cpnorm", standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code = app([word for word in words if word != "--debug"], prog_name="cpnorm", standalone_mode=False)
     except typer.Abort:
         code = INTERRUPTED
     except Exception as error:
@@ -58,6 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code == INTERRUPTED:
         messages().print("cpnorm: interrupted")
     return code or DONE
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Print a warning as a one-line message, without the place in the source that raised it."""
+    messages().print(f"cpnorm: warning: {escape(' '.join(str(message).split()))}", soft_wrap=True)
 
 
 def sentence(error: Exception) -> str:

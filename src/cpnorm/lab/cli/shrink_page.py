@@ -132,4 +132,6 @@ def _curve(points: list[Point], name: str, before: float) -> Drawing:
     quality.set_title(f"{name} on held-out data")
     error.set_title("error of the outputs, %")
     legend(figure, quality, 3)
-    return finish(figure, "budgets", "Quality and error against the budget", f"{name.capitalize()} and error against the budget.")
+    return finish(
+        figure, "budgets", "Quality and error against the budget", f"{name.capitalize()} and error against the budget."
+    )
