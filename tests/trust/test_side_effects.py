@@ -266,3 +266,22 @@ def test_operations_grow_with_the_number_of_layers_and_no_faster(name: str) -> N
     first, second = counts[1] - counts[0], counts[2] - counts[1]
     assert first > 0
     assert second <= 2.2 * first, counts  # twice as many layers again: a quadratic call would need four times as many
+
+
+def test_a_truncation_with_data_visits_modules_in_proportion_to_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    walk, visits = nn.Module.named_modules, 0
+
+    def counting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal visits
+        for found in walk(module, *args, **kwargs):
+            visits += 1
+            yield found
+
+    monkeypatch.setattr(nn.Module, "named_modules", counting)
+    counts = []
+    for layers in (10, 20, 40):
+        model = cpnorm.canonical_norm(nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))))
+        visits = 0
+        cpnorm.truncate(model, params=0.5, data=torch.randn(16, 8, generator=generator()))
+        counts.append(visits)
+    assert counts[2] - counts[1] <= 2.2 * (counts[1] - counts[0]), counts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,11 +45,11 @@ def calibrate(
     """Return the calibration of each layer that the data reach, and the bytes that feature maps take."""
     seen = input_moments(model, layers, inputs)
     metrics = output_sensitivity(model, layers, inputs)
-    found = {}
+    found, free = {}, layers_with_free_mean(model)
     for name, moments in seen.moments.items():
         layer = layers[name]
         metric = (metrics or {}).get(name)
-        squares, _ = moments.second(centered=bias_is_free(model, layer))
+        squares, _ = moments.second(centered=layer in free)
         problem = layer_problem(layer, layer.weight.detach(), squares, metric)
         if problem.output_modes > 1:
             candidates = Candidates.of(problem, _scaled_factors(problem, layer.cp))
@@ -86,13 +87,18 @@ def _scaled_factors(problem: Problem, cp: CPTensor) -> list[Tensor]:
     return [factor.detach().to(problem.weight) for factor in (first, *cp.factors[1:])]
 
 
-def bias_is_free(model: nn.Module, layer: CPLayer) -> bool:
-    """Return True if the mean of a layer's outputs can be corrected, by its bias or by a batch norm."""
-    if layer.bias is None:
-        return any(has_statistics(module) for module in model.modules())
-    holders = [module for module in model.modules() if module._parameters.get("bias") is layer.bias]
-    tied = [module for module in model.modules() if tie_key(module) == tie_key(layer)]
-    return len(holders) == len(tied) == 1
+def layers_with_free_mean(model: nn.Module) -> set[nn.Module]:
+    """Return the canonical layers whose mean output can be corrected, by their bias or by a batch norm."""
+    modules = list(model.modules())
+    has_norms = any(map(has_statistics, modules))
+    holders = Counter(id(module._parameters.get("bias")) for module in modules)
+    tied = Counter(map(tie_key, modules))
+    return {
+        module
+        for module in modules
+        if isinstance(module, CPLayer)
+        and (has_norms if module.bias is None else holders[id(module.bias)] == tied[tie_key(module)] == 1)
+    }
 
 
 def fit_alone(layer: CPLayer, calibration: Calibration, rank: int, *, steps: int = 16) -> Fitted:

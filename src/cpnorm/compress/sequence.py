@@ -14,10 +14,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from cpnorm.compress.calibrate import (
     Calibration,
-    bias_is_free,
     fit_alone,
     has_statistics,
     layer_problem,
+    layers_with_free_mean,
     modes_by_patch,
     terms_by_patch,
 )
@@ -131,11 +131,12 @@ class _Sequence:
         """Fit all layers in one pass over the network; fit layers that no input reaches independently."""
         changed = {tie_key(self.layers[name]): name for name in (*self.forms, *self.ranks, *self.dense)}
         self.old = {name: self.layers[name].weight.detach() for name in changed.values()}
+        free = layers_with_free_mean(self.model)  # before batch norms become stops
         for module in self.model.modules():
             if isinstance(module, CPLayer) and tie_key(module) in changed and "forward" not in module.__dict__:
                 self.names[module] = changed[tie_key(module)]
                 self.plain[module] = fold(copy.deepcopy(module))
-                self.free[module] = bias_is_free(self.model, module)  # before batch norms become stops
+                self.free[module] = module in free
         norms = [module for module in self.model.modules() if has_statistics(module)]
         stops = [*self.names, *norms]
         if self.regress:
