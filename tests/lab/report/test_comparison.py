@@ -76,12 +76,12 @@ class TestVerdicts:
         assert (entry.last.mean, entry.best.max) == (pytest.approx(87.3), pytest.approx(88.1))
 
     def test_runs_from_one_network_are_one(self, tmp_path):
-        runs = lines("compress-cifar10/50", 85.0)
+        runs = [line | {"final": line["final"] + line["seed"] % 2} for line in lines("compress-cifar10/50", 85.0)]
         assert comparison(records_of(tmp_path, from_networks(runs, 1)), "compress-cifar10/50").difference.p is None
         few = comparison(records_of(tmp_path, from_networks(runs, 2)), "compress-cifar10/50")
         many = comparison(records_of(tmp_path, from_networks(runs, 8)), "compress-cifar10/50")
         assert (few.runs, few.networks, many.networks) == (8, 2, 8)
-        assert many.difference.p < 0.001 < few.difference.p
+        assert many.difference.p < 0.05 < few.difference.p
         assert few.difference.value == pytest.approx(many.difference.value)
 
     def test_the_best_epoch_of_the_mean_curve(self, tmp_path):
@@ -103,6 +103,7 @@ class TestVerdicts:
         found = count_agreement(entries)
         assert (found.rows, found.measured, found.complete, found.tested) == (2, 2, 2, 2)
         assert (found.apart, found.within, found.above, found.agree) == (0, 1, 1, 2)
+        assert found.apart_alone == 1
         assert count_agreement(entries[:1]).apart == 1
 
     def test_the_last_20_epochs_of_runs_that_have_twice_as_many(self, tmp_path):

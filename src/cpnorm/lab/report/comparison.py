@@ -111,6 +111,7 @@ class Agreement:
     below: int
     tested: int
     apart: int  # significantly different after Holm's correction over all tested rows
+    apart_alone: int  # significantly different if each were the only row
     agree: int  # within one published standard deviation, or tested and not significantly different
 
 
@@ -133,6 +134,7 @@ def count_agreement(entries: Sequence[Comparison]) -> Agreement:
         below=status["below"],
         tested=sum(p is not None for p in ps),
         apart=sum(apart),
+        apart_alone=sum(bool(entry.difference and entry.difference.significant) for entry in measured),
         agree=sum(alike),
     )
 

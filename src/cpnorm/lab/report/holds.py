@@ -41,7 +41,8 @@ def _agreement(found: Agreement | None) -> str:
     measured = "" if found.measured == found.rows else f" ({found.rows - found.measured} are not measured yet)"
     return (
         f"{found.agree} of {found.measured} distinct rows agree, {found.within} of them within one published sd; "
-        f"{found.apart} differ significantly{measured}"
+        f"{found.apart} differ significantly after the correction, {found.apart_alone} where each is tested alone"
+        f"{measured}"
     )
 
 
