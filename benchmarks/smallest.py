@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import statistics
 import time
 from collections import defaultdict
@@ -26,6 +27,7 @@ from cpnorm.lab.paper import records as rows
 from cpnorm.lab.training.records import read_records
 from cpnorm.lab.training.run_networks import blank, trained_network
 from cpnorm.lab.training.runs import RunFolder, environment
+from cpnorm.lab.training.setup import build_model
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results/records"
@@ -67,6 +69,28 @@ def read(folder: Path = RESULTS) -> dict[str, list[Record]]:
     return dict(found)
 
 
+def earlier() -> dict[str, list[Record]]:
+    """Return the finished runs of the paper's networks with low rank from the start, and of their controls."""
+    found: dict[str, list[Record]] = defaultdict(list)
+    for name in ("beyond-cifar10.jsonl", "beyond-mnist.jsonl"):
+        for _, record in read_records(ROOT / "results" / name):
+            if not record["diverged"]:
+                found[record["row"]].append(record)
+    return dict(found)
+
+
+def earlier_table() -> str:
+    """Return a Markdown table of those runs, smallest networks first."""
+    lines = ["| data | network | parameters | accuracy, % | row |", "|---|---|---:|---|---|"]
+    order = sorted(earlier().items(), key=lambda item: (item[1][0]["config"]["data"], item[1][0]["parameters"]))
+    for row, runs in order:
+        config = runs[0]["config"]
+        form = "canonical" if config["norm"] == "cp" else "dense"
+        size = f"{runs[0]['parameters']:,}"
+        lines.append(f"| {config['data']} | {config['model']}, {form} | {size} | {accuracy(runs)} | `{row}` |")
+    return "\n".join(lines)
+
+
 def folder_name(row: str) -> str:
     """Return the name of the folder of a row's network.
 
@@ -92,19 +116,27 @@ def mean(runs: Sequence[Record]) -> float:
 
 
 def measure(folder: Path = RESULTS, data_dir: Path | None = None) -> dict[str, Any]:
-    """Return parameters, FLOPs, milliseconds and test accuracy of every committed network, measured on this machine."""
+    """Return parameters, FLOPs and milliseconds of every row with a goal, and the test accuracy of committed networks.
+
+    What a network costs does not depend on its training: rows without a committed network are measured as drawn.
+    """
     torch.set_num_threads(1)
     found = {}
-    for path in sorted((folder / "networks").iterdir()):
-        run = RunFolder(path)
-        network, data = trained_network(run).eval(), load(run.config().data, data_dir)
-        example = normalize(blank(run.config().data).test_images, data.mean, data.std)
-        found[path.name] = costs(network, example) | {
-            "file_bytes": (run / "model.safetensors").stat().st_size,
-            "test_accuracy": score(network, normalize(data.test_images, data.mean, data.std), data.test_labels),
-        }
-        print(path.name, found[path.name], flush=True)
-    return {"environment": environment(), "networks": found}
+    known = {row.key: row.config for table in rows.TABLES for row in table.rows}
+    for key in dict.fromkeys(key for goal in rows.GOALS for key in (goal.row, goal.control)):
+        config, run = known[key], RunFolder(folder / "networks" / folder_name(key))
+        trained = (run / "model.safetensors").exists()
+        network = trained_network(run) if trained else build_model(config, blank(config.data), torch.device("cpu"))
+        blank_set = blank(config.data)
+        cost = costs(network.eval(), normalize(blank_set.test_images, blank_set.mean, blank_set.std))
+        if trained:
+            data = load(config.data, data_dir)
+            cost["file_bytes"] = (run / "model.safetensors").stat().st_size
+            cost["test_accuracy"] = score(network, normalize(data.test_images, data.mean, data.std), data.test_labels)
+        found[folder_name(key)] = cost
+        print(key, cost, flush=True)
+    load_average = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    return {"environment": environment(), "load_average": load_average, "networks": found}
 
 
 def costs(network: nn.Module, example: Tensor) -> dict[str, Any]:  # example: (1, C, H, W)
@@ -161,7 +193,10 @@ def goal_table(runs: Mapping[str, Sequence[Record]], measured: Mapping[str, Any]
         if here:
             met = mean(here) >= goal.accuracy and here[0]["parameters"] <= goal.parameters
             reached, count = f"{accuracy(here)}: {'**met**' if met else 'not met'}", f"{here[0]['parameters']:,}"
-        dense = f"{accuracy(control)} at {control[0]['parameters']:,}" if control else "–"
+        narrow = measured.get("networks", {}).get(folder_name(goal.control), {})
+        dense = f"{accuracy(control)} at {control[0]['parameters']:,}" if control else "not run"
+        if narrow:
+            dense += f"; {narrow['flops_dense'] / 1e6:.1f} MFLOP, {narrow['ms_dense']:.2f} ms"
         flops = " / ".join(f"{cost[k] / 1e6:.1f}" for k in ("flops_factorised", "flops_dense") if k in cost) or "–"
         times = " / ".join(f"{cost[k]:.2f}" for k in ("ms_factorised", "ms_dense") if k in cost) or "–"
         lines.append(f"| {goal.name} | {reached} | {count} | `{goal.row}` | {dense} | {flops} | {times} |")
@@ -243,9 +278,10 @@ def main() -> None:
         costs_file.write_text(json.dumps(measure(data_dir=options.data_dir), indent=1) + "\n")
     measured = json.loads(costs_file.read_text()) if costs_file.exists() else {}
     runs = read()
-    parts = {"goals": goal_table(runs, measured), "others": others_table(), "trials": pilot_table()}
+    parts = {"goals": goal_table(runs, measured), "earlier": earlier_table()}
+    parts |= {"others": others_table(), "trials": pilot_table()}
     PAGE.write_text(with_parts(PAGE.read_text(), parts))
-    draw(runs, FIGURE)
+    draw(earlier() | runs, FIGURE)
 
 
 if __name__ == "__main__":

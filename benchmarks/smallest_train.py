@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 import statistics
+import sys
 import tarfile
 import time
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ class Session:
     """The stages of one call: a clock, a folder of records, a folder of networks."""
 
     def __init__(self, out: Path, seconds: float, smoke: bool) -> None:
-        self.out, self.smoke = out, smoke
+        self.out, self.smoke, self.failed = out, smoke, False
         self.end = time.monotonic() + seconds
         self.results, self.work = out / "results", out / "work"
         self.rates: dict[str, float] = {}  # by model: work of ``effort`` per second
@@ -54,7 +55,10 @@ class Session:
         return self.end - time.monotonic()
 
     def say(self, text: str) -> None:
-        print(f"[{self.left:6.1f} s left] {text}", flush=True)
+        line = f"[{self.left:6.1f} s left] {text}"
+        print(line, flush=True)
+        with (self.out / "log.txt").open("a") as log:
+            log.write(line + "\n")
 
     def run(self, rows: Sequence[Row], seeds: int, parallel_runs: int) -> None:
         """Run rows of one data set side by side, and pack what is finished."""
@@ -77,7 +81,8 @@ class Session:
             )
             reproduce.reproduce(request, announce=self.say)
         except Exception as error:  # the next stage may still work
-            self.say(f"failed: {error}")
+            self.failed = True
+            self.say(f"failed: {type(error).__name__}: {error} (caused by {error.__cause__!r})")
         self.pack()
 
     def _small(self, config: Config) -> Config:
@@ -125,8 +130,9 @@ class Session:
         """Write the records and the networks of seed 0 into one file."""
         temporary = self.out / "records.part"
         with tarfile.open(temporary, "w:gz") as archive:
-            for path in sorted(self.results.glob("*.jsonl")):
-                archive.add(path, path.name)
+            for path in (*sorted(self.results.glob("*.jsonl")), self.out / "log.txt"):
+                if path.exists():
+                    archive.add(path, path.name)
             for folder in sorted(self.work.glob("records-*/*/0")):
                 if "pilot" not in str(folder) and (folder / "record.json").exists():
                     for name in KEPT:
@@ -211,8 +217,8 @@ def cifar10(session: Session) -> None:
     session.run([like("records-cifar10/25k-dense", row)], 4, 4)
 
 
-def main() -> None:
-    """Run the stages in order of value until the time is over."""
+def main() -> int:
+    """Run the stages in order of value until the time is over; return 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--time-limit", type=float, default=240, help="seconds")
@@ -229,6 +235,7 @@ def main() -> None:
     alexnet(session, 0.38 * limit)
     cifar10(session)
     session.say(json.dumps({"rates": session.rates}))
+    return int(session.failed)
 
 
 def _few_images() -> None:
@@ -245,4 +252,4 @@ def _few_images() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

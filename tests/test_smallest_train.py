@@ -38,7 +38,9 @@ def test_the_trial_with_the_smallest_held_out_loss_wins(session: smallest_train.
         names = archive.getnames()
     assert {"records-mnist.jsonl", "records-pilot.jsonl"} <= set(names)
     assert "networks/records-mnist/5k/0/model.safetensors" in names
+    assert "log.txt" in names
     assert not any("pilot/" in name for name in names)
+    assert not session.failed
 
 
 def test_epochs_are_those_that_fit(session: smallest_train.Session) -> None:
