@@ -58,7 +58,8 @@ def page(results: Path = RESULTS) -> str:
         ]
     parts = [HEAD, *_table(summary)]
     for device in ("cuda", "cpu"):
-        parts += ["", *_any_network(results / f"any_network_{device}.jsonl", device)]
+        for path in sorted(results.glob(f"any_network_{device}*.jsonl")):
+            parts += ["", *_any_network(path, device)]
     for name, record in records:
         parts += ["", *_section(name, record)]
     return "\n".join(parts) + "\n"
@@ -66,11 +67,9 @@ def page(results: Path = RESULTS) -> str:
 
 def _any_network(path: Path, device: str) -> list[str]:
     """Return a section on ordinary training loops: a row for each network, and a column for each form of it."""
-    if not path.exists():
-        return []
     records = [json.loads(line) for line in path.read_text().splitlines()]
     first = records[0]
-    networks = "networks of timm and transformers" if device == "cuda" else "small networks"
+    networks = "networks of timm and transformers" if device == "cuda" else f"small networks, {first['precision']}"
     lines = [
         f"## An ordinary training loop on {networks}: {first['hardware']}",
         "",
