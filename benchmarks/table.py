@@ -68,14 +68,14 @@ def page(results: Path = RESULTS) -> str:
 def _any_network(path: Path, device: str) -> list[str]:
     """Return a section on ordinary training loops: a row for each network, and a column for each form of it."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    first = records[0]
+    first = records[-1]
     networks = "networks of timm and transformers" if device == "cuda" else f"small networks, {first['precision']}"
     lines = [
         f"## An ordinary training loop on {networks}: {first['hardware']}",
         "",
         f"`python benchmarks/any_network.py --device {device}`",
         "",
-        f"{first['precision']}; torch {first['torch']}; commit {first['commit'][:7]}. {HOW}",
+        f"{first['precision']}; torch {first['torch']}; {_commits(records)}. {HOW}",
     ]
     for key, caption in (
         ("train_of_plain", "Time of a training step, in plain steps"),
@@ -99,6 +99,21 @@ def _any_network(path: Path, device: str) -> list[str]:
         if rows:
             lines += ["", f"**{caption}**", "", *_table(rows.values())]
     return lines
+
+
+def _commits(records: list[dict[str, Any]]) -> str:
+    """Return the commit of the last record, and those of cells that were measured at others only.
+
+    Later records replace earlier ones of the same network and variant.
+    """
+    cells = {(r["network"], r["compiled"], r["variant"]): r["commit"][:7] for r in records}
+    last = records[-1]["commit"][:7]
+    networks = {network for (network, *_), commit in cells.items() if commit == last}
+    others: dict[str, set[str]] = {}
+    for (network, _, variant), commit in cells.items():
+        if commit != last:
+            others.setdefault(commit, set()).add(variant if network in networks else network)
+    return f"commit {last}" + "".join(f"; {', '.join(sorted(names))}: {commit}" for commit, names in others.items())
 
 
 def _in_order(results: Path) -> Iterable[Path]:
