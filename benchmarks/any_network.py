@@ -5,14 +5,13 @@
 2. At most 1.5 times the plain network's memory.
 3. Never slower than tensorly-torch (reconstructed), where it is installed.
 4. Evaluation of a canonical model that was not truncated: at most 1.02 times the dense one.
-5. ``canonical_norm`` of a ResNet-50, exact: at most 3 s on the H200, 20 s on a CPU.
+5. ``canonical_norm`` of a ResNet-50, exact: at most 3 s on the H200, 20 s on two CPU cores.
 
-Networks of timm (where it is missing, of pytorchcv) and transformers, random inputs, SGD with momentum,
-``renormalize_after``; public names only. The variants of a network take turns inside one run: medians over rounds, and
-ratios of medians to the plain network's. ``host_ms`` is the time until a step or an evaluation has started all its
-kernels on an idle GPU, and ``busy_ms`` the time its kernels take: the larger of the two bounds the step. A profiler
-stays attached once it was used, and slows later launches: take times without ``--busy``. On a CPU one thread runs, and
-its time is counted, not that of a clock.
+Networks of timm (where it is missing, of pytorchcv) and transformers, and a ResNet-20; random inputs, SGD with
+momentum, ``renormalize_after``; public names only. The variants of a network take turns inside one run: medians over
+rounds, and ratios of medians to the plain network's. ``host_ms`` is the time until a step or an evaluation has started
+all its kernels on an idle GPU, and ``busy_ms`` the time its kernels take: the larger of the two bounds the step. A
+profiler stays attached once it was used, and slows later launches: take times without ``--busy``.
 
     python benchmarks/any_network.py --device cuda --out FILE      # all networks, eager and compiled
     python benchmarks/any_network.py --out FILE                    # two small ones on the CPU, in float32
@@ -63,10 +62,10 @@ def build(name: str) -> nn.Module:
     kind = name.partition("-")[0]
     if kind == "resnet20":
         return cifar_resnet(20, classes=100)
-    if kind == "resnet20" or (importlib.util.find_spec("timm") is None and kind != "vit_small"):
+    if importlib.util.find_spec("timm") is None and kind != "vit_small":
         from pytorchcv.model_provider import get_model
 
-        model = get_model(kind if kind != "resnet20" else "resnet20_cifar100", num_classes=100)
+        model = get_model(kind, num_classes=100)
         model.features.final_pool = nn.AdaptiveAvgPool2d(1)  # images may be small
         return model
     import timm
@@ -153,14 +152,13 @@ def wait(device: str) -> None:
 
 
 def seconds(run: Callable[[], None], device: str, calls: int) -> float:
-    """Return the time of one of several calls in a row; on a CPU that of its one thread, whatever else runs there."""
-    clock = time.process_time if device == "cpu" else time.perf_counter
+    """Return the time of one of several calls in a row."""
     wait(device)
-    start = clock()
+    start = time.perf_counter()
     for _ in range(calls):
         run()
     wait(device)
-    return (clock() - start) / calls
+    return (time.perf_counter() - start) / calls
 
 
 def host_ms(run: Callable[[], None], calls: int = 9) -> float:
@@ -265,8 +263,6 @@ def main() -> None:
     parser.add_argument("--compiled", choices=("no", "yes", "both"), default="no")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if options.device == "cpu":
-        torch.set_num_threads(1)
     commit = (
         os.environ.get("CPNORM_COMMIT")
         or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
