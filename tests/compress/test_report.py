@@ -47,7 +47,7 @@ def test_results_larger_than_dense_and_few_samples_warn() -> None:
     model = cpnorm.canonical_norm(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)))
     with pytest.warns(UserWarning, match=r"has [\d,]+ parameters, more than the 544 of the dense one: .* params=0\.5"):
         truncate(model, rate=0.1)
-    with pytest.warns(UserWarning, match="data: 2 samples are few to fit to; a few hundred make a difference"):
+    with pytest.warns(UserWarning, match="data: 2 samples are too few for a good fit; give a few hundred"):
         truncate(model, params=0.5, data=torch.randn(2, 16))
 
 

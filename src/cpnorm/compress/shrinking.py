@@ -81,6 +81,7 @@ def shrink(
             and value, share their input vectors. This takes fewer parameters for the same outputs, and more FLOPs.
         progress: called with (name of the step, steps done, steps in total).
 
+    >>> import torch
     >>> network = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     >>> small = shrink(network, torch.randn(256, 64), parameters=0.5)
     >>> small.report.parameters_before, small.report.parameters_after <= 4810 // 2

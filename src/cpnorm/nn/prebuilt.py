@@ -109,7 +109,9 @@ class NetworkWeights:
         _run_uncompiled(NetworkWeights.__call__, AfterForward.__call__)
         self._hooks = [
             model.register_forward_pre_hook(self, prepend=True, with_kwargs=True),
-            model.register_forward_hook(AfterForward(self), always_call=True),
+            # Compiled code is bound to the number of a hook that is always called, so that models of one kind would not
+            # share it. Without such a hook, which also runs after an error, layers check the weights they are given.
+            model.register_forward_hook(AfterForward(self), always_call=by_plan),
         ]
         self.active = True
         self._refresh()
@@ -236,9 +238,8 @@ class NetworkWeights:
             prebuilt = Prebuilt((weight,), terms, identities, own, dtype=lambdas.dtype)
             for form in self._forms[index]:
                 form.prebuilt = prebuilt
-                form.ready = (
-                    prebuilt if seen else None
-                )  # layers look at inputs of another kind: they may lie differently
+                # Layers look at inputs of another kind: they may lie differently in memory.
+                form.ready = prebuilt if seen and self.by_plan else None
 
     def _trace_build(self) -> None:
         """Have a compiler record the build as one operator; ``_after_forward`` takes the traced weights back."""
