@@ -125,6 +125,18 @@ def test_plain_safetensors_files(tmp_path: Path) -> None:
     assert read_metadata(tmp_path / "plain.safetensors") == {}
 
 
+def test_files_without_the_counters_of_batch_norms(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, other = (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval() for _ in range(2))
+    state = {key: value for key, value in model.state_dict().items() if not key.endswith("num_batches_tracked")}
+    save_file(state, tmp_path / "old.safetensors")
+    assert torch.equal(load(tmp_path / "old.safetensors", other)(image()), model(image()))
+    del state["1.running_mean"]
+    save_file(state, tmp_path / "short.safetensors")
+    with pytest.raises(ValueError, match=r"1\.running_mean is missing in the file"):
+        load(tmp_path / "short.safetensors", other)
+
+
 # --- ties ---------------------------------------------------------------------------------------------------------
 
 

@@ -203,7 +203,8 @@ def _take_values(content: Content, tensors: Mapping[str, Tensor], model: nn.Modu
         module.to_empty(device=device)
     with_layout(model, content.channels_last)
     for key, value in model.state_dict(keep_vars=True).items():
-        value.copy_(tensors[key])
+        if key in tensors:
+            value.copy_(tensors[key])
     owners: dict[str, nn.Parameter] = {}
     rewritten = {step for module in empty for step in module.modules()}
     for name, module in model.named_modules():
@@ -256,6 +257,8 @@ def _wanted(content: Content, model: nn.Module) -> dict[str, _Wanted]:
     wanted: dict[str, _Wanted] = {}
     for key, value in model.state_dict(keep_vars=True).items():
         parts = key.split(".")
+        if parts[-1] == "num_batches_tracked" and key not in content.shapes:  # as torch, which wrote none before 0.4.1
+            continue
         rewritten = any(".".join(parts[:n]) in content.forms for n in range(len(parts)))
         if not isinstance(value, Tensor) or (value.is_meta and not rewritten):
             raise ValueError(f"model: expected tensors with values only in its state, got something else for {key}")
