@@ -16,8 +16,9 @@ median over the turns. On a GPU "factorize" may use cpnorm's kernels (kernels=Tr
     python benchmarks/any_network_inference.py [--sizes 224 32] [--share 0.1] [--batch 1 32]
     python benchmarks/any_network_inference.py --device cuda            # as CUDA graphs and eager, batch 128 and 1
 
-There is one file of results for each size of images, written after each row; --time-limit ends the command after the
-row in which it is reached.
+On a busy machine "--threads 1 --processor-time" counts the seconds that the process was running. There is one file of
+results for each size of images, written after each row; --time-limit ends the command after the row in which it is
+reached.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ def measure(size: int, batch: int, way: str, kind: str, args: argparse.Namespace
         shortest = min(values[0] for values in timing.interleaved(once, 1, warmup=2).values())
         calls = max(1, round(TURN_SECONDS[args.device] / shortest))
         runs = {name: lambda run=run: [run() for _ in range(calls)] for name, run in once.items()}
-        seconds = timing.interleaved(runs, args.rounds)
+        clock = time.process_time if args.processor_time else time.perf_counter
+        seconds = timing.interleaved(runs, args.rounds, clock=clock)
     row = {
         "images": f"{size} x {size}",
         "batch": batch,
@@ -148,6 +150,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="float32, on a GPU bfloat16")
     parser.add_argument("--batch", type=int, nargs="+", help="1 and 32, on a GPU 128 and 1")
     parser.add_argument("--ways", nargs="+", choices=["CUDA graph", "eager"], default=["CUDA graph", "eager"])
+    parser.add_argument(
+        "--processor-time", action="store_true", help="not the clock's: on a busy CPU, with --threads 1"
+    )
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds")
     args = timing.start(parser)
     gpu = args.device == "cuda"

@@ -45,7 +45,12 @@ def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
 # --- measuring ----------------------------------------------------------------------------------------------------
 
 
-def interleaved(runs: Mapping[str, Callable[[], Any]], rounds: int = 5, warmup: int = 1) -> dict[str, list[float]]:
+def interleaved(
+    runs: Mapping[str, Callable[[], Any]],
+    rounds: int = 5,
+    warmup: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
     """Seconds of every run in every round; each round runs all of them, in turn from either end.
 
     Competitors that take turns are slowed alike by a busy machine: their ratios are worth more than their times.
@@ -58,10 +63,10 @@ def interleaved(runs: Mapping[str, Callable[[], Any]], rounds: int = 5, warmup: 
         names = list(runs) if turn % 2 == 0 else list(reversed(runs))
         for name in names:
             _synchronize()
-            start = time.perf_counter()
+            start = clock()
             runs[name]()
             _synchronize()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return seconds
 
 
