@@ -150,9 +150,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="float32, on a GPU bfloat16")
     parser.add_argument("--batch", type=int, nargs="+", help="1 and 32, on a GPU 128 and 1")
     parser.add_argument("--ways", nargs="+", choices=["CUDA graph", "eager"], default=["CUDA graph", "eager"])
-    parser.add_argument(
-        "--processor-time", action="store_true", help="not the clock's: on a busy CPU, with --threads 1"
-    )
+    parser.add_argument("--processor-time", action="store_true", help="on a busy CPU, with --threads 1")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds")
     args = timing.start(parser)
     gpu = args.device == "cuda"
