@@ -70,7 +70,8 @@ class NetworkWeights:
         model: a model with canonical layers.
         by_plan: on a CPU, leave layers to their factors where the planner expects that to be faster for inputs such as
             the last ones. False builds all weights, whatever came before, so that a training that is resumed takes the
-            same path, and ends with the same bits, as one that was not stopped.
+            same path, and ends with the same bits, as one that was not stopped; compiled code then serves all models of
+            one kind, and layers check each weight that they are given.
     """
 
     def __init__(self, model: nn.Module, *, by_plan: bool = True) -> None:
