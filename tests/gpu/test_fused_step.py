@@ -52,9 +52,9 @@ def images() -> Tensor:
 
 
 @by_kernels
-@pytest.mark.parametrize("through_factors", [False, True])
+@pytest.mark.parametrize("through_factors", [0, 2, 4], ids=["none", "convolutions", "all"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training_equals_autograd_optimizer_and_renormalisation(optimizer: str, through_factors: bool) -> None:
+def test_training_equals_autograd_optimizer_and_renormalisation(optimizer: str, through_factors: int) -> None:
     """With learning rates as numbers, which a scheduler changes after the first step."""
     model, expected, x = network(), network(), images()
     followed, plain = (OPTIMIZERS[optimizer](m.parameters(), lr=0.002) for m in (model, expected))
@@ -63,7 +63,7 @@ def test_training_equals_autograd_optimizer_and_renormalisation(optimizer: str, 
     for _ in range(2):
         followed.zero_grad()
         plain.zero_grad()
-        fused.build(through_factors=layers_of(model)[2:] if through_factors else ())
+        fused.build(through_factors=layers_of(model)[:through_factors])
         model(x).square().sum().backward()
         fused.step()
         followed.step()  # the biases
@@ -100,8 +100,40 @@ def test_vectors_of_any_length_train_without_renormalisation() -> None:
 def test_low_rank_layers_run_through_two_matrices() -> None:
     model = network()
     fused = cpnorm.FusedTrainStep(layers_of(model), torch.optim.SGD(model.parameters(), lr=0.1))
-    fused.build(through_factors=layers_of(model))  # convolutions are rebuilt all the same
-    assert [len(layer.prebuilt.tensors) for layer in layers_of(model)] == [1, 1, 2, 2]
+    with torch.no_grad():
+        weights = [layer.weight.clone() for layer in layers_of(model)]
+    layers_of(model)[0].padding_mode = "reflect"  # which two convolutions do not know
+    fused.build(through_factors=layers_of(model))
+    assert [len(layer.prebuilt.tensors) for layer in layers_of(model)] == [1, 2, 2, 2]
+    for layer, weight in zip(layers_of(model), weights, strict=True):
+        assert weight.norm() > 0.1
+        torch.testing.assert_close(layer.weight, weight, rtol=1e-4, atol=1e-5)
+
+
+@by_kernels
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"padding": "same", "dilation": (2, 1)},
+        {"padding": (2, 1), "stride": (1, 2)},
+        {"kernel_size": (5, 3), "bias": False},
+        {"kernel_size": (1, 3), "dilation": 2},
+    ],
+    ids=str,
+)
+def test_two_convolutions_are_one(settings: dict[str, Any]) -> None:
+    """Strides, padding and dilation of rows belong to the second, those of columns to the first."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(12, 20, **{"kernel_size": 3, **settings})
+    cpnorm.canonical_norm(conv, rank=11, init="kaiming_normal", generator=torch.Generator().manual_seed(0))
+    conv = cpnorm.renormalize(conv).to(DEVICE)
+    x = torch.randn(2, 12, 9, 10, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    expected = conv(x)
+    fused = cpnorm.FusedTrainStep([conv], torch.optim.SGD(conv.parameters(), lr=0.1))
+    fused.build(through_factors=[conv])
+    assert len(conv.prebuilt.tensors) == 2
+    assert expected.std() > 0.01
+    torch.testing.assert_close(conv(x), expected, rtol=1e-4, atol=1e-5)
 
 
 @by_kernels

@@ -27,6 +27,13 @@ def has_kernels(layer: CPLayer) -> bool:
     )
 
 
+def runs_through_sides(layer: CPLayer) -> bool:
+    """Return True if the layer can run with two matrices in the place of its weight."""
+    if isinstance(layer, CPConv2d):
+        return layer.groups == 1 and layer.padding_mode == "zeros"
+    return isinstance(layer, CPLinear)
+
+
 class FusedTrainStep:
     """Build the weights of canonical layers, and train their terms, in a few kernel launches for all of them.
 
@@ -112,11 +119,12 @@ class FusedTrainStep:
     def build(self, *, through_factors: Collection[CPLayer] = ()) -> None:
         """Give every layer its weight for the next forward pass.
 
-        Linear layers in ``through_factors`` get two matrices instead, whose product is the weight. That takes less
-        time where the rank is low for the size of the batch.
+        Layers in ``through_factors`` get two matrices instead, whose product is the weight: a linear layer then takes
+        two products, a convolution of 1 x k2 and one of k1 x 1. That takes less time where the rank is low. Grouped
+        convolutions, and those that pad with anything but zeros, get their weight all the same.
         """
         for index, layer in enumerate(self.layers):
-            low_rank = isinstance(layer, CPLinear) and layer in through_factors
+            low_rank = layer in through_factors and runs_through_sides(layer)
             built = self._update.sides[index] if low_rank else (self._update.weight(index),)
             layer.use_prebuilt(*(tensor.detach().requires_grad_() for tensor in built))
 

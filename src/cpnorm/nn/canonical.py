@@ -46,7 +46,7 @@ class CPLayer(CanonicalTerms):
     def _dense(self) -> Tensor:
         prebuilt = self.valid_prebuilt()
         if prebuilt is not None:
-            return prebuilt[0] if len(prebuilt) == 1 else prebuilt[0] @ prebuilt[1].mT
+            return prebuilt[0] if len(prebuilt) == 1 else planner.weight_of_sides(self, *prebuilt)
         shape = weight_shape(self)
         # As the input lies, so should the weight; finer modes are merged again, in their order.
         last = self._form.channels_last and len(shape) == len(self.modes) == 4
@@ -220,7 +220,7 @@ class CPLayer(CanonicalTerms):
             if not x.is_cuda and self._fits(x):
                 self._form.input_shape = x.shape
         if prebuilt is not None:
-            return prebuilt[0] if len(prebuilt) == 1 else prebuilt[0] @ prebuilt[1].mT
+            return prebuilt[0] if len(prebuilt) == 1 else planner.weight_of_sides(self, *prebuilt)
         return self._dense() if self._rebuilds(x) else None
 
     def _fits(self, x: Tensor) -> bool:  # (N, I, ...)

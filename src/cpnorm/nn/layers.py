@@ -52,6 +52,9 @@ class _CPConv(CPLayer):
         if isinstance(input, torch.fx.Proxy):
             return _fx_call(self, input)
         conv = cast(nn.Conv2d, self)
+        prebuilt = self._form.prebuilt
+        if prebuilt is not None and len(prebuilt.tensors) == 2:
+            return planner.through_two_convolutions(input, *prebuilt.tensors, conv, self.rank)
         batched = input if input.ndim == len(conv.kernel_size) + 2 else input[None]
         weight = self._dense_for(batched)
         if weight is not None:

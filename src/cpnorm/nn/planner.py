@@ -75,6 +75,35 @@ def through_conv(
     return conv(x, (out * scales).reshape(-1, rank, *ones), bias, groups=groups)
 
 
+def through_two_convolutions(
+    x: Tensor,  # (N, I, H, W)
+    left: Tensor,  # (O * k1, R or more), rows in the order (O, k1)
+    right: Tensor,  # (k2 * I or more, R or more), rows in the order (k2, I)
+    conv: nn.Conv2d,
+    rank: int,
+) -> Tensor:
+    """Convolve in two steps: 1 x k2 into the terms, k1 x 1 out of them, for a weight given as two matrices.
+
+    Terms are computed in multiples of 8, as tensor cores want them; those beyond the rank have entries of zero.
+    """
+    rank = min(-(-rank // 8) * 8, left.shape[1])
+    (k1, k2), inputs = conv.kernel_size, conv.in_channels
+    into = right[: k2 * inputs, :rank].mT.reshape(rank, 1, k2, inputs).permute(0, 3, 1, 2)  # (R, I, 1, k2)
+    out = left[:, :rank].reshape(-1, k1, 1, rank).permute(0, 3, 1, 2)  # (O, R, k1, 1)
+    (s1, s2), (d1, d2), padding = conv.stride, conv.dilation, conv.padding
+    rows, columns = (padding, padding) if isinstance(padding, str) else ((padding[0], 0), (0, padding[1]))
+    x = F.conv2d(x, into, None, (1, s2), columns, (1, d2))
+    return F.conv2d(x, out, conv.bias, (s1, 1), rows, (d1, 1))
+
+
+def weight_of_sides(layer: nn.Module, left: Tensor, right: Tensor) -> Tensor:
+    """Return the weight that ``through_two_convolutions`` or two products of a linear layer amount to."""
+    if not isinstance(layer, nn.Conv2d):
+        return left @ right.mT
+    (k1, k2), inputs = layer.kernel_size, layer.in_channels
+    return (left @ right[: k2 * inputs].mT).reshape(-1, k1, k2, inputs).permute(0, 3, 1, 2)
+
+
 def through_conv_transpose(
     x: Tensor,  # (N, I, ...)
     scales: Tensor,  # (R,)

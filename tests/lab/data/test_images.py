@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -358,6 +359,27 @@ def test_cutout_blackens_one_square_that_may_hang_over_the_edge() -> None:
             assert torch.equal(hole[box], image[box] > 0)
     assert 0.12 < holes.float().mean() < (7 / 16) ** 2  # 7: the mean side of a square within 16 pixels
     assert holes.sum((1, 2)).max() == 64
+
+
+def test_affine_turns_moves_and_scales_by_chance() -> None:
+    """The moments of a bright disc tell where it is, how large, and whether the image was turned around its middle."""
+    rows, columns = torch.meshgrid(torch.arange(28.0), torch.arange(28.0), indexing="ij")
+    away = 8.0  # of the disc from the middle, to the right
+    disc = ((rows - 13.5) ** 2 + (columns - 13.5 - away) ** 2 < 9).to(torch.uint8) * 255
+    made = augment(disc.expand(2000, 1, 28, 28), "affine", torch.Generator().manual_seed(1))[:, 0]
+    mass = made.sum((1, 2))
+    down, right = ((made * place).sum((1, 2)) / mass - 13.5 for place in (rows, columns))
+    assert made.min() >= 0
+    assert 250 < made.max() < 255.01
+    assert abs(right.mean() - away) < 0.15
+    assert abs(down.mean()) < 0.15
+    furthest = 2 + away * 1.1 * math.sin(math.radians(10))  # down: by the shift and by the turn together
+    assert 0.8 * furthest < down.abs().max() < 1.15 * furthest
+    whole = mass / (disc.sum() * 1.0)
+    assert 0.75 < whole.quantile(0.01) < 0.9  # (1 / 1.1)² of the area
+    assert 1.1 < whole.quantile(0.99) < 1.35  # (1 / 0.9)²
+    same = augment(disc.expand(8, 1, 28, 28), "affine", torch.Generator().manual_seed(1))
+    assert torch.equal(same, augment(disc.expand(8, 1, 28, 28), "affine", torch.Generator().manual_seed(1)))
 
 
 def test_augment_refuses_an_unknown_mode() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 import os
 from collections.abc import Iterable, Sequence
@@ -38,7 +39,9 @@ SHIFT = 2  # the same for "shift"
 
 CUTOUT = 8  # pixels: the side of the square that is blackened
 
-Augmentation = Literal["none", "shift", "crop", "crop-flip", "crop-cutout", "crop-flip-cutout"]
+TURN, ZOOM = 10.0, 0.1  # for "affine": the largest rotation in degrees, and change of size
+
+Augmentation = Literal["none", "shift", "affine", "crop", "crop-flip", "crop-cutout", "crop-flip-cutout"]
 
 
 class DataNotFoundError(FileNotFoundError):
@@ -263,6 +266,8 @@ def augment(images: Tensor, mode: Augmentation, generator: torch.Generator | Non
 
     The mode names what is done: "crop", "crop-flip", "crop-cutout", "crop-flip-cutout", or "none"; "shift" is a crop
     with 2 black pixels around. The hole is a black square of 8 x 8 pixels whose centre lies anywhere in the image.
+    "affine" turns the image by up to 10 degrees, changes its size by up to 10 % and moves it by up to 2 pixels; its
+    pixels are floats.
 
     A few kernels that do not depend on the values, so that they can be compiled and recorded in a CUDA graph.
     """
@@ -270,6 +275,8 @@ def augment(images: Tensor, mode: Augmentation, generator: torch.Generator | Non
         raise ValueError(f"expected augmentation to be one of {', '.join(get_args(Augmentation))}, got {mode!r}")
     if mode == "none":
         return images
+    if mode == "affine":
+        return _affine(images, generator)
     count, channels, height, width = images.shape
     device = images.device
     padding = SHIFT if mode == "shift" else PADDING
@@ -291,3 +298,14 @@ def augment(images: Tensor, mode: Augmentation, generator: torch.Generator | Non
         offset = torch.arange(size, device=device) - centre + CUTOUT // 2
         inside.append((offset >= 0) & (offset < CUTOUT))
     return cropped.masked_fill((inside[0][:, :, None] & inside[1][:, None, :])[:, None], 0)
+
+
+def _affine(images: Tensor, generator: torch.Generator | None) -> Tensor:  # (N, C, H, W) uint8 -> float
+    count, _, height, width = images.shape
+    turn, zoom, down, right = 2 * torch.rand(4, count, generator=generator, device=images.device) - 1
+    angle, size = turn * math.radians(TURN), 1 + zoom * ZOOM
+    cosine, sine = size * angle.cos(), size * angle.sin()
+    # From a place in the new image to one in the old, both from -1 to 1.
+    places = torch.stack([cosine, -sine, right * 2 * SHIFT / width, sine, cosine, down * 2 * SHIFT / height], 1)
+    grid = F.affine_grid(places.view(count, 2, 3), list(images.shape), align_corners=False)
+    return F.grid_sample(images.float(), grid, align_corners=False)

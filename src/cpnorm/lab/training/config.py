@@ -60,7 +60,7 @@ class Config:
     drop_last: bool = False  # leave out the images of an epoch that fill no batch
     seed: int = 0
     precision: Literal["auto", "bf16", "tf32", "fp32"] = "auto"  # auto: bf16 on a GPU, fp32 elsewhere
-    augment: Literal["auto", "none", "shift", "crop", "crop-flip", "crop-cutout", "crop-flip-cutout"] = "auto"
+    augment: Literal["auto", "none", "shift", "affine", "crop", "crop-flip", "crop-cutout", "crop-flip-cutout"] = "auto"
     # auto: crop-flip for CIFAR-10 and SVHN, else none
     validation: int = 0  # training images held out for choosing
     early_stopping: int = 0  # epochs without improvement of the validation (or training) loss before stopping; 0: off
