@@ -1,9 +1,11 @@
-"""Training small networks in a given time: trials choose, epochs fit, and every stage leaves its records."""
+"""Training small networks in a given time: every stage leaves its records, and what is left can be continued."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -11,49 +13,79 @@ import pytest
 import smallest_train
 from cpnorm.lab.data.images import load
 from cpnorm.lab.paper import reproduce
+from cpnorm.lab.training.run_networks import trained_network
+from cpnorm.lab.training.runs import RunFolder
 
 
 @pytest.fixture
-def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> smallest_train.Session:
-    """A session on embedded digits in the place of MNIST."""
+def embedded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Embedded digits in the place of MNIST."""
     digits = load("digits")
     parts = {"train_images": 100, "train_labels": 100, "test_images": 50, "test_labels": 50}
     few = dataclasses.replace(digits, name="mnist", **{part: getattr(digits, part)[:n] for part, n in parts.items()})
     monkeypatch.setattr(reproduce, "load", lambda name, data_dir=None: few)
     monkeypatch.setattr(reproduce, "require_official", lambda data: None)
-    monkeypatch.setattr(reproduce, "collect_figure_data", lambda trainer: {})
-    return smallest_train.Session(tmp_path, 60, smoke=True)
 
 
-def test_the_trial_with_the_smallest_held_out_loss_wins(session: smallest_train.Session) -> None:
-    found = session.trials(["5k-shift", "8k-none"])
-    assert set(found) == {"5k-shift", "8k-none"}
-    keys = sorted(found, key=lambda key: found[key]["validation_loss"])
-    assert smallest_train.best(found, ["8k-none", "5k-shift"], "x") == keys[0]
-    assert smallest_train.best({}, keys, "x") == "x"
-    row = smallest_train.final("records-mnist/5k", "5k-fast")
-    assert (row.config.validation, row.config.lr) == (0, 0.01)
-    session.run([row], 1, 1)
-    with tarfile.open(session.out / "records.tar.gz") as archive:
-        names = archive.getnames()
-    assert {"records-mnist.jsonl", "records-pilot.jsonl"} <= set(names)
-    assert "networks/records-mnist/5k/0/model.safetensors" in names
-    assert "log.txt" in names
-    assert not any("pilot/" in name for name in names)
-    assert not session.failed
+def session(folder: Path, seconds: float = 100) -> smallest_train.Session:
+    options = smallest_train.Options(checkpoint_every=1e9)
+    return smallest_train.Session(folder / "out", folder / "work", seconds, smoke=True, options=options)
 
 
-def test_epochs_are_those_that_fit(session: smallest_train.Session) -> None:
-    row = smallest_train.final("records-mnist/5k", "5k-shift")
-    each = 60_000 * smallest_train.effort(row.config)
-    session.rates["small_resnetmnist"] = each  # one epoch a second
-    planned = session.fitted(row, 2, 22, most=100).config.epochs
-    assert planned == int(smallest_train.SAFE * 20 / 2)
-    assert session.fitted(row, 2, 22, most=5).config.epochs == 5
+def records_of(folder: Path) -> list[tuple[str, int]]:
+    lines = [json.loads(text) for path in sorted(folder.glob("*.jsonl")) for text in path.read_text().splitlines()]
+    return [(line["row"], line["seed"]) for line in lines]
 
 
-def test_a_control_has_the_recipe_of_its_row() -> None:
-    row = smallest_train.final("records-mnist/5k", "5k-fast", epochs=7)
-    control = smallest_train.like("records-mnist/5k-dense", row)
-    assert (control.config.lr, control.config.epochs, control.config.norm) == (0.01, 7, "none")
-    assert control.config.design["widths"] != row.config.design["widths"]
+@pytest.mark.usefixtures("embedded")
+def test_what_is_finished_is_brought_back_and_a_stage_that_fails_stops_no_other(tmp_path: Path) -> None:
+    training = session(tmp_path)
+    for stage in ("records-mnist/3k@2", "records-mnist/unknown", "records-pilot/5k-wide,records-mnist/4k"):
+        training.run(stage)
+    assert training.failed
+    out = tmp_path / "out"
+    rows = [("records-mnist/3k", 0), ("records-mnist/4k", 0), ("records-pilot/5k-wide", 0)]
+    assert records_of(out) == rows
+    assert "unknown failed" in (out / "log.txt").read_text()
+    assert len(list(out.iterdir())) <= 8
+    with tarfile.open(out / "networks.tar.gz") as archive:
+        found = {name.rsplit("/", 2)[0] for name in archive.getnames() if name.endswith("model.safetensors")}
+    assert found == {"records-mnist/3k", "records-mnist/4k"}
+
+    results = tmp_path / "results"
+    results.mkdir()
+    assert len(smallest_train.install(out, results)) == 3 + 2
+    assert records_of(results) == rows
+    run = RunFolder(results / "networks/mnist-3k")
+    record = run.record()
+    assert record is not None
+    assert sum(p.numel() for p in trained_network(run).parameters()) == record["parameters"]
+    assert smallest_train.install(out, results) == [f"records-mnist/{key}: network of seed 0" for key in ("3k", "4k")]
+    assert records_of(results) == rows
+
+
+@pytest.mark.usefixtures("embedded")
+def test_runs_that_the_time_did_not_suffice_for_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, clock = session(tmp_path / "first"), time.monotonic
+
+    def stop(trainer: object, line: dict[str, int]) -> None:
+        if line["epoch"] == 2:
+            monkeypatch.setattr(time, "monotonic", lambda: clock() + 1e6)  # the limit is over
+
+    protocol = first._protocol()
+    row = protocol.row("records-mnist/3k")
+    longer = dataclasses.replace(row, config=row.config.replace(epochs=4))
+    table = dataclasses.replace(protocol.tables["records-mnist"], rows=(longer,))
+    changed = dataclasses.replace(protocol, tables={"records-mnist": table})
+    monkeypatch.setattr(smallest_train.Session, "_protocol", lambda self: changed)
+    monkeypatch.setattr(first, "_watch", stop)
+    first.run(longer.key)
+    monkeypatch.setattr(time, "monotonic", clock)
+
+    assert records_of(tmp_path / "first/out") == []
+    second, epochs = session(tmp_path / "second"), []
+    second.resume(tmp_path / "first/out")
+    monkeypatch.setattr(second, "_watch", lambda trainer, line: epochs.append(line["epoch"]))
+    second.run(longer.key)
+    assert epochs == [3, 4]
+    assert records_of(tmp_path / "second/out") == [(longer.key, 0)]

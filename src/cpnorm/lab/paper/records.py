@@ -76,21 +76,36 @@ def _pair(key: str) -> tuple[str, str]:
     return key, f"{key}-dense"
 
 
-MNIST = CANONICAL.replace(data="mnist", augment="shift", batch_size=500, lr=0.005, warmup=1, epochs=40)
+MNIST = CANONICAL.replace(data="mnist", augment="affine", batch_size=500, lr=0.01, warmup=2, epochs=60)
 CIFAR10 = CANONICAL.replace(data="cifar10", batch_size=500, lr=0.005, warmup=2, epochs=60)
 LENET = MNIST.replace(model="lenet", lambdas="normal", modes=True, lr=0.004)
-ALEXNET = CIFAR10.replace(model="alexnet", lambdas="normal", modes=True, batch_size=125, lr=0.002)
+ALEXNET = CIFAR10.replace(
+    model="alexnet",
+    lambdas="normal",
+    modes=True,
+    batch_size=125,
+    lr=0.002,
+    epochs=150,
+    augment="crop-flip-cutout",
+    label_smoothing=0.05,
+)
 
 # --- choices, on held-out training images ---------------------------------------------------------------------------
 
 TRIAL = CIFAR10.replace(epochs=15, validation=HELD_OUT)
 RATE_TRIAL = TRIAL.replace(epochs=12)
-PAPER_TRIAL = ALEXNET.replace(epochs=10, validation=HELD_OUT, augment="crop-flip-cutout", label_smoothing=0.05)
-MNIST_TRIAL = MNIST.replace(epochs=12, validation=HELD_OUT)
-LENET_TRIAL = LENET.replace(epochs=12, validation=HELD_OUT)
+ALEXNET_TRIAL = ALEXNET.replace(epochs=16, validation=HELD_OUT)
+MNIST_TRIAL = MNIST.replace(epochs=20, validation=HELD_OUT)
+LENET_TRIAL = LENET.replace(epochs=20, validation=HELD_OUT)
 BASE = ((32, 64, 96), (20, 31, 29))
 ROUNDS = ((32, 64, 96), (20, 31, 27))
 MNIST_5K = ((16, 24, 32), (8, 12, 16))
+MNIST_4K = ((16, 24, 32), (6, 9, 11))
+MNIST_3K = ((12, 20, 28), (5, 7, 9))
+LENET_8K, LENET_6K, LENET_4K = (6, 24, 18, 8), (6, 20, 10, 8), (5, 13, 7, 6)
+LINEAR_70K = (18, 18, 22, 20, 20, 9, 5, 9)
+EVEN_70K = (18, 26, 26, 22, 20, 6, 5, 6)
+CONVOLUTIONS_70K = (18, 28, 29, 24, 24, 4, 3, 6)
 
 
 def _trial(key: str, recipe: Config, *design: Any, **options: Any) -> Row:
@@ -112,27 +127,50 @@ PILOT_ROWS = (
     _trial("25k-wide", TRIAL, (48, 96, 160), (16, 20, 15)),
     _trial("25k-rounds-fast", RATE_TRIAL, *ROUNDS, rounds=[1, 2, 2], changes={"lr": 0.01}),
     _trial("25k-rounds-faster", RATE_TRIAL, *ROUNDS, rounds=[1, 2, 2], changes={"lr": 0.02}),
-    # the paper's network: ranks spread evenly, or most of them in the convolutions
-    _paper_trial("70k-even-cutout", PAPER_TRIAL, 18, 18, 22, 20, 20, 9, 5, 9),
-    _paper_trial("70k-convolutions-cutout", PAPER_TRIAL, 18, 28, 29, 24, 24, 4, 3, 6),
-    # MNIST: learning rate and augmentation
-    _trial("5k-shift", MNIST_TRIAL, *MNIST_5K, stem=4),
-    _trial("5k-fast", MNIST_TRIAL, *MNIST_5K, stem=4, changes={"lr": 0.01}),
-    _paper_trial("8k-shift", LENET_TRIAL, 6, 24, 18, 8),
-    _paper_trial("8k-none", LENET_TRIAL, 6, 24, 18, 8, augment="none"),
+    _trial("25k-rounds-angles", RATE_TRIAL, *ROUNDS, rounds=[1, 2, 2], changes={"lr": 0.01, "equal_angles": True}),
+    _trial("25k-more-rounds", RATE_TRIAL, *ROUNDS, rounds=[2, 3, 3], changes={"lr": 0.01}),
+    # the paper's network: ranks of linear layers large, medium and small; then cutout, learning rate and batch
+    _paper_trial("70k-linear", ALEXNET_TRIAL, *LINEAR_70K),
+    _paper_trial("70k-even", ALEXNET_TRIAL, *EVEN_70K),
+    _paper_trial("70k-convolutions", ALEXNET_TRIAL, *CONVOLUTIONS_70K),
+    _paper_trial("70k-even-crop", ALEXNET_TRIAL, *EVEN_70K, augment="crop-flip", label_smoothing=0.0),
+    _paper_trial("70k-even-fast", ALEXNET_TRIAL, *EVEN_70K, lr=0.004),
+    _paper_trial("70k-even-angles", ALEXNET_TRIAL, *EVEN_70K, equal_angles=True),
+    _paper_trial("70k-even-large-batch", ALEXNET_TRIAL, *EVEN_70K, batch_size=250, lr=0.004),
+    # MNIST: learning rate, augmentation, rounds, width against rank, and size
+    _trial("5k-slow", MNIST_TRIAL, *MNIST_5K, stem=4, changes={"lr": 0.005}),
+    _trial("5k-shift", MNIST_TRIAL, *MNIST_5K, stem=4, changes={"augment": "shift"}),
+    _trial("5k-affine", MNIST_TRIAL, *MNIST_5K, stem=4),
+    _trial("5k-fast", MNIST_TRIAL, *MNIST_5K, stem=4, changes={"lr": 0.02}),
+    _trial("5k-angles", MNIST_TRIAL, *MNIST_5K, stem=4, changes={"equal_angles": True}),
+    _trial("5k-rounds", MNIST_TRIAL, (16, 24, 32), (8, 12, 14), stem=4, rounds=[1, 2, 2]),
+    _trial("5k-wide", MNIST_TRIAL, (24, 32, 48), (6, 8, 10), stem=4),
+    _trial("4k-thin", MNIST_TRIAL, *MNIST_4K, stem=4),
+    _trial("4k-narrow", MNIST_TRIAL, (12, 20, 28), (8, 11, 14), stem=4),
+    _trial("3k-thin", MNIST_TRIAL, *MNIST_3K, stem=4),
+    _paper_trial("8k-shift", LENET_TRIAL, *LENET_8K, augment="shift"),
+    _paper_trial("8k-affine", LENET_TRIAL, *LENET_8K),
+    _paper_trial("8k-fast", LENET_TRIAL, *LENET_8K, lr=0.01),
+    _paper_trial("8k-angles", LENET_TRIAL, *LENET_8K, equal_angles=True),
+    _paper_trial("6k-affine", LENET_TRIAL, *LENET_6K),
+    _paper_trial("4k-affine", LENET_TRIAL, *LENET_4K),
 )
 
 # --- the rows themselves ----------------------------------------------------------------------------------------------
 
 MNIST_ROWS = (
-    _paper("records-mnist/lenet-8k", "the paper's LeNet-like network", LENET, (6, 24, 18, 8)),
+    _paper("records-mnist/lenet-8k", "the paper's LeNet-like network", LENET, LENET_8K),
     _dense("records-mnist/lenet-8k-dense", LENET, width=0.08),
+    _paper("records-mnist/lenet-6k", "the paper's LeNet-like network", LENET, LENET_6K),
+    _paper("records-mnist/lenet-4k", "the paper's LeNet-like network", LENET, LENET_4K),
     _thin("records-mnist/5k", "small residual network", MNIST, *MNIST_5K, stem=4),
     _narrow("records-mnist/5k-dense", "small residual network, dense", MNIST, (5, 8, 13)),
+    _thin("records-mnist/4k", "small residual network", MNIST, *MNIST_4K, stem=4),
+    _thin("records-mnist/3k", "small residual network", MNIST, *MNIST_3K, stem=4),
 )
 CIFAR10_ROWS = (
-    _paper("records-cifar10/alexnet-70k", "the paper's AlexNet-like network", ALEXNET, (18, 28, 29, 24, 24, 4, 3, 6)),
-    _paper("records-cifar10/alexnet-50k", "the paper's AlexNet-like network", ALEXNET, (16, 19, 19, 16, 15, 4, 2, 6)),
+    _paper("records-cifar10/alexnet-70k", "the paper's AlexNet-like network", ALEXNET, EVEN_70K),
+    _paper("records-cifar10/alexnet-50k", "the paper's AlexNet-like network", ALEXNET, (16, 19, 17, 15, 14, 5, 3, 5)),
     _dense("records-cifar10/alexnet-70k-dense", ALEXNET, width=0.099),
     _thin("records-cifar10/25k", "small residual network", CIFAR10, *ROUNDS, rounds=[1, 2, 2]),
     _narrow("records-cifar10/25k-dense", "small residual network, dense", CIFAR10, (11, 20, 28)),
