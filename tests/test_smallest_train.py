@@ -40,27 +40,27 @@ def records_of(folder: Path) -> list[tuple[str, int]]:
 @pytest.mark.usefixtures("embedded")
 def test_what_is_finished_is_brought_back_and_a_stage_that_fails_stops_no_other(tmp_path: Path) -> None:
     training = session(tmp_path)
-    for stage in ("records-mnist/3k@2", "records-mnist/unknown", "records-pilot/5k-wide,records-mnist/4k"):
+    for stage in ("records-mnist/4k@2", "records-mnist/unknown", "records-pilot/5k-wide,records-mnist/5k"):
         training.run(stage)
     assert training.failed
     out = tmp_path / "out"
-    rows = [("records-mnist/3k", 0), ("records-mnist/4k", 0), ("records-pilot/5k-wide", 0)]
+    rows = [("records-mnist/4k", 0), ("records-mnist/5k", 0), ("records-pilot/5k-wide", 0)]
     assert records_of(out) == rows
     assert "unknown failed" in (out / "log.txt").read_text()
     assert len(list(out.iterdir())) <= 8
     with tarfile.open(out / "networks.tar.gz") as archive:
         found = {name.rsplit("/", 2)[0] for name in archive.getnames() if name.endswith("model.safetensors")}
-    assert found == {"records-mnist/3k", "records-mnist/4k"}
+    assert found == {"records-mnist/4k", "records-mnist/5k"}
 
     results = tmp_path / "results"
     results.mkdir()
     assert len(smallest_train.install(out, results)) == 3 + 2
     assert records_of(results) == rows
-    run = RunFolder(results / "networks/mnist-3k")
+    run = RunFolder(results / "networks/mnist-4k")
     record = run.record()
     assert record is not None
     assert sum(p.numel() for p in trained_network(run).parameters()) == record["parameters"]
-    assert smallest_train.install(out, results) == [f"records-mnist/{key}: network of seed 0" for key in ("3k", "4k")]
+    assert smallest_train.install(out, results) == [f"records-mnist/{key}: network of seed 0" for key in ("4k", "5k")]
     assert records_of(results) == rows
 
 
@@ -73,7 +73,7 @@ def test_runs_that_the_time_did_not_suffice_for_continue(tmp_path: Path, monkeyp
             monkeypatch.setattr(time, "monotonic", lambda: clock() + 1e6)  # the limit is over
 
     protocol = first._protocol()
-    row = protocol.row("records-mnist/3k")
+    row = protocol.row("records-mnist/4k")
     longer = dataclasses.replace(row, config=row.config.replace(epochs=4))
     table = dataclasses.replace(protocol.tables["records-mnist"], rows=(longer,))
     changed = dataclasses.replace(protocol, tables={"records-mnist": table})
