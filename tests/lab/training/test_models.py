@@ -4,7 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+import cpnorm
+from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.models import alexnet, build, lenet
+from cpnorm.lab.training.run_networks import blank
+from cpnorm.lab.training.setup import build_model
 
 # As the paper's tables print them: inputs x outputs x height x width.
 ALEXNET = {
@@ -85,3 +89,15 @@ def test_width_scales_all_layers_but_the_last() -> None:
     assert narrow(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
     with pytest.raises(ValueError, match="width > 0, got 0"):
         lenet(width=0)
+
+
+def test_long_modes_of_linear_layers_are_split() -> None:
+    config = Config(model="lenet", data="mnist", rank=5, init="kaiming_normal", modes=True, split_modes=64)
+    network = build_model(config, blank("mnist"), torch.device("cpu"))
+    modes = {name: layer.modes for name, layer in cpnorm.canonical_layers(network).items()}
+    assert modes["classifier.1"] == (8, 16, 64, 12, 12)
+    assert modes["classifier.4"] == (10, 8, 16)
+    assert modes["features.2"] == (64, 32, 3, 3)
+    assert network(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+    whole = cpnorm.canonical_layers(build_model(config.replace(split_modes=0), blank("mnist"), torch.device("cpu")))
+    assert whole["classifier.1"].modes == (128, 64, 12, 12)

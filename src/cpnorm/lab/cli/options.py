@@ -72,6 +72,7 @@ HELP = {
     "rank": 'terms per layer: 64, a share of the exact rank such as 0.25, exact, paper, or JSON {"features.3": 571, …}',
     "skip": "a layer that stays plain, by name or pattern; may be repeated",
     "modes": "keep the tensor structure of the flattened input in the linear layer after the flatten",
+    "split_modes": "split modes of linear layers longer than this into two: 1024 outputs into 32 x 32; 0: split none",
     "renormalize": "make vectors unit vectors after every step; otherwise normalise them in the forward pass only",
     "trainable": "what is trained: all, or only σ and biases (λ and vectors are frozen)",
     "optimizer": "the optimizer",
@@ -97,7 +98,7 @@ HELP = {
 }
 NETWORK = (
     *("model", "design", "width", "data", "norm", "init", "linear_init", "vector_lengths", "lambdas", "linear_lambdas"),
-    *("rank", "skip", "modes", "renormalize", "dropout"),
+    *("rank", "skip", "modes", "split_modes", "renormalize", "dropout"),
 )
 
 

@@ -106,6 +106,8 @@ LENET_8K, LENET_6K, LENET_4K = (6, 24, 18, 8), (6, 20, 10, 8), (5, 13, 7, 6)
 LINEAR_70K = (18, 18, 22, 20, 20, 9, 5, 9)
 EVEN_70K = (18, 26, 26, 22, 20, 6, 5, 6)
 CONVOLUTIONS_70K = (18, 28, 29, 24, 24, 4, 3, 6)
+# With modes above 256 (AlexNet-like) or 64 (LeNet-like) split, terms of linear layers cost a half to a thirteenth.
+SPLIT_70K, SPLIT_8K, SPLIT_6K = (18, 34, 29, 27, 24, 18, 24, 16), (6, 26, 37, 14), (6, 20, 24, 12)
 
 
 def _trial(key: str, recipe: Config, *design: Any, **options: Any) -> Row:
@@ -133,6 +135,7 @@ PILOT_ROWS = (
     _paper_trial("70k-linear", ALEXNET_TRIAL, *LINEAR_70K),
     _paper_trial("70k-even", ALEXNET_TRIAL, *EVEN_70K),
     _paper_trial("70k-convolutions", ALEXNET_TRIAL, *CONVOLUTIONS_70K),
+    _paper_trial("70k-split", ALEXNET_TRIAL, *SPLIT_70K, split_modes=256),
     _paper_trial("70k-even-crop", ALEXNET_TRIAL, *EVEN_70K, augment="crop-flip", label_smoothing=0.0),
     _paper_trial("70k-even-fast", ALEXNET_TRIAL, *EVEN_70K, lr=0.004),
     _paper_trial("70k-even-angles", ALEXNET_TRIAL, *EVEN_70K, equal_angles=True),
@@ -152,6 +155,8 @@ PILOT_ROWS = (
     _paper_trial("8k-affine", LENET_TRIAL, *LENET_8K),
     _paper_trial("8k-fast", LENET_TRIAL, *LENET_8K, lr=0.01),
     _paper_trial("8k-angles", LENET_TRIAL, *LENET_8K, equal_angles=True),
+    _paper_trial("8k-split", LENET_TRIAL, *SPLIT_8K, split_modes=64),
+    _paper_trial("6k-split", LENET_TRIAL, *SPLIT_6K, split_modes=64),
     _paper_trial("6k-affine", LENET_TRIAL, *LENET_6K),
     _paper_trial("4k-affine", LENET_TRIAL, *LENET_4K),
 )

@@ -15,7 +15,7 @@ Rank = int | float | str | Mapping[str, int | float | str]
 
 
 NON_NEGATIVE = (
-    *("epochs", "seed", "warmup", "validation", "early_stopping"),
+    *("epochs", "seed", "warmup", "validation", "early_stopping", "split_modes"),
     *("momentum", "weight_decay", "lambda_l1", "label_smoothing"),
 )
 KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {  # type of a setting: its name in messages, and a check
@@ -42,6 +42,7 @@ class Config:
     rank: Rank = "paper"  # "paper": the ranks of the paper's tables; otherwise what canonical_norm takes
     skip: tuple[str, ...] = ()  # layers that stay plain, by name or pattern
     modes: bool = False  # the Linear after the flatten keeps the tensor structure of its input
+    split_modes: int = 0  # modes of linear layers that are longer are split into two; 0: none
     renormalize: bool = True  # after every step; False: vectors are divided by their lengths in the forward pass only
     trainable: Literal["all", "sigma-bias"] = "all"  # "sigma-bias": lambdas and vectors of canonical layers are frozen
     optimizer: Literal["sgd", "rmsprop", "adam", "adamw"] = "sgd"

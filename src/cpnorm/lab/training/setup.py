@@ -56,8 +56,11 @@ def _canonical(config: Config, model: nn.Module, example: Tensor, progress: Any)
         raise ValueError(f"the paper has no ranks for {config.model}: give --rank exact, a number or a share")
     rank: Any = paper.paper_ranks(config.model) if config.rank == "paper" else config.rank
     generator = torch.Generator().manual_seed(config.seed)
-    modes = cpnorm.flatten_modes(model, example) if config.modes else None
-    linear = {name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    modes = cpnorm.flatten_modes(model, example) if config.modes else {}
+    if config.split_modes:
+        shapes = {name: modes.get(name, tuple(layer.weight.shape)) for name, layer in linear.items()}
+        modes = {name: finer_shape(shape, config.split_modes) for name, shape in shapes.items()}
 
     def convert(init: str, lambdas: str, skipped: Collection[str]) -> None:
         def chosen(names: Any) -> Any:
@@ -86,6 +89,16 @@ def _canonical(config: Config, model: nn.Module, example: Tensor, progress: Any)
         drawn = [name for name in cpnorm.canonical_layers(model) if name not in linear or linear_init == config.init]
         _draw_vectors(config.init, drawn, model, generator)
     return model
+
+
+def finer_shape(shape: Iterable[int], longest: int) -> tuple[int, ...]:
+    """Return a shape in which sizes above ``longest`` are two factors, as equal as they can be.
+
+    >>> finer_shape((512, 1024, 10), 64)
+    (16, 32, 32, 32, 10)
+    """
+    split = ((max(n for n in range(1, math.isqrt(size) + 1) if size % n == 0), size) for size in shape)
+    return tuple(m for n, size in split for m in ((n, size // n) if size > longest and n > 1 else (size,)))
 
 
 @torch.no_grad()
