@@ -162,6 +162,20 @@ def test_a_stream_with_an_error_is_corrected_by_least_squares(images: list[Tenso
     assert (solved - old[0]).norm() > 0.1 * old.norm()
 
 
+def test_what_the_inputs_cannot_explain_is_not_made_up_for_by_a_batch_norm(images: list[Tensor]) -> None:
+    """The spread of the outputs is compared with that of the best weight, not with a stream's error on top."""
+    model = trained_looking(added)
+    conv = cpnorm.canonical_norm(copy.deepcopy(model.conv2))
+    with torch.no_grad():
+        x = F.relu(model.bn1(model.conv1(images[0])))
+        y = model.conv2(x)
+        other = x + 2 * torch.randn_like(x)
+    old = model.conv2.weight.detach().double().reshape(1, 8, -1)
+    target = Samples(conv, [Pair(x, y, (x, other))], Successors(model.bn2, 0), free=True).target(old)  # type: ignore[arg-type]
+    assert torch.allclose(target.spread(target.weight), torch.ones(8, dtype=torch.float64))
+    assert torch.allclose(target.spread(0.8 * target.weight), torch.full((8,), 0.64, dtype=torch.float64))
+
+
 def test_a_batch_norm_that_gives_nothing_asks_for_no_corrections(images: list[Tensor]) -> None:
     """Last batch norms of residual blocks often start with weights of zero."""
     model = trained_looking(added)

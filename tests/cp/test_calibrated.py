@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import cpnorm
-from cpnorm.cp.calibrated import cp_calibrated, regression_target
+from cpnorm.cp.calibrated import cp_calibrated, fit, regression_target
 from cpnorm.cp.elimination import elimination_order
 from cpnorm.cp.output_metric import Problem
 
@@ -108,6 +108,32 @@ def test_the_gradient_is_that_of_the_error() -> None:
     assert around.predicted([1e-6 * s for s in step]) == pytest.approx(
         -2e-6 * sum((g * s).sum().item() for g, s in zip(expected, step, strict=True)), rel=1e-3
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_replayed_graph_finds_what_single_steps_find(groups: int) -> None:
+    """Once from the same terms, step by step: graphs begin at the second step."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(32, 16, 3, 3), correlated(2000, 144).float()
+    moments = x.mT @ x / len(x)
+    start = cpnorm.cp_als(weight, 40)
+    for steps, allowed in ((1, 1e-3), (3, 1e-2), (40, 0.1)):
+        found = []
+        for device in ("cpu", "cuda"):
+            init = start.to(device)
+            problem = Problem.of(weight.to(device), moments.to(device), groups=groups)
+            found.append(fit(problem, 40, None, init, steps=steps).to("cpu"))
+        errors = [output_error(weight, each, x) for each in found]
+        assert errors[1] == pytest.approx(errors[0], rel=allowed)
+        assert errors[1] < output_error(weight, start, x) * (1.0 if steps == 1 else 0.9)
+
+
+def test_more_steps_go_on_where_a_single_weak_step_is_not_the_end() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(16, 8, 3, 3), correlated(2000, 72).float()
+    few, many = (cp_calibrated(weight, 30, x.mT @ x / 2000, steps=steps) for steps in (16, 40))
+    assert output_error(weight, many, x) < 0.8 * output_error(weight, few, x)
 
 
 def test_a_regression_finds_the_weight_and_keeps_it_where_nothing_is_known() -> None:

@@ -101,7 +101,7 @@ def layers_with_free_mean(model: nn.Module) -> set[nn.Module]:
     }
 
 
-def fit_alone(layer: CPLayer, calibration: Calibration, rank: int, *, steps: int = 16) -> Fitted:
+def fit_alone(layer: CPLayer, calibration: Calibration, rank: int, *, steps: int = 40) -> Fitted:
     """Return the layer at this rank, fitted on its inputs in the network before truncation."""
     chosen = calibration.candidates if calibration.problem.output_modes == 1 else None
     start = None

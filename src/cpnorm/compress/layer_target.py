@@ -14,6 +14,7 @@ from cpnorm.compress.successors import Successors
 from cpnorm.cp.calibrated import regression_target
 from cpnorm.nn.canonical import CPLayer
 
+LEAST_SPREAD = 0.5  # a channel that the fit nearly gave up is not amplified without bound
 STEADY = 1e-3  # relative to the mean squared scale: channels that a batch norm nearly switches off get no corrections
 
 
@@ -42,14 +43,12 @@ class Target:
         return (output_mean - (weight.to(mean) @ mean[..., None]).squeeze(-1)).flatten()
 
     def spread(self, weight: Tensor) -> Tensor:  # (g, o, D) -> (g * o,)
-        """Return the variance of this weight's outputs over that of the target's.
+        """Return the variance of this weight's outputs over that of the target weight's, for each output.
 
-        A least-squares fit reduces the variance of the outputs; over many layers, little of it would be left.
+        Terms that are missing reduce the variance; over many layers, little of it would be left.
         """
-        assert self.moments is not None
-        made = ((weight.to(self.squares) @ self.squares) * weight).sum(-1)
-        wanted = self.moments.output_variance()
-        return torch.where(wanted > 0, made / wanted.clamp_min(1e-30), 1.0).flatten()
+        made, wanted = (((each.to(self.squares) @ self.squares) * each).sum(-1) for each in (weight, self.weight))
+        return torch.where(wanted > 0, made / wanted.clamp_min(1e-30), 1.0).clamp(LEAST_SPREAD, 1.0).flatten()
 
 
 @dataclass(frozen=True, eq=False)

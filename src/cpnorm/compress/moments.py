@@ -151,7 +151,6 @@ class Moments:
             self._shift = patches.mean(1, keepdim=True), outputs.mean(1, keepdim=True)
         x, y = patches - self._shift[0], outputs - self._shift[1]
         sums = [(x.mT @ x).double(), (y.mT @ x).double(), x.sum(1).double(), y.sum(1).double()]
-        sums += [y.square().sum(1).double()]
         self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)] if self._sums else sums
         self.count += patches.shape[1]
 
@@ -160,10 +159,6 @@ class Moments:
         assert self._shift is not None
         x, y = (total / self.count + shift[:, 0] for total, shift in zip(self._sums[2:4], self._shift, strict=True))
         return x, y
-
-    def output_variance(self) -> Tensor:  # -> (g, o)
-        """Return the variance of each output."""
-        return self._sums[4] / self.count - (self._sums[3] / self.count).square()
 
     def second(self, centered: bool) -> tuple[Tensor, Tensor]:  # -> (g, D, D), (g, o, D)
         """Return E[x x^T] and E[y x^T], optionally centred at the means."""

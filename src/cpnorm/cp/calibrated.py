@@ -28,7 +28,7 @@ def cp_calibrated(
     groups: int = 1,
     output_modes: int = 1,
     init: CPTensor | None = None,
-    steps: int = 16,
+    steps: int = 40,
 ) -> CPTensor:
     """Return the canonical form of least error in a layer's outputs, tr(G (W - V) S (W - V)^T).
 
@@ -59,7 +59,7 @@ def cp_calibrated(
 
 
 def fit(
-    problem: Problem, rank: int, candidates: Candidates | None, init: CPTensor | None = None, *, steps: int = 16
+    problem: Problem, rank: int, candidates: Candidates | None, init: CPTensor | None = None, *, steps: int = 40
 ) -> CPTensor:
     """Return the canonical form of this rank, from the better of the candidates and ``init``; see ``cp_calibrated``."""
     starts = []
