@@ -81,9 +81,9 @@ class CPLayer(CanonicalTerms):
                 prebuilt.lambdas = parameters[1].detach().clone()
 
     def train(self, mode: bool = True) -> CPLayer:
-        """Set the mode as torch does, and forget a kept weight: writes to ``parameter.data`` may leave no trace."""
+        """Set the mode as torch does, and forget a built weight: writes to ``parameter.data`` may leave no trace."""
         prebuilt = self._form.prebuilt
-        if prebuilt is not None and prebuilt.in_evaluation:
+        if prebuilt is not None and prebuilt.versions is not None:
             self._form.prebuilt = None
         return super().train(mode)
 

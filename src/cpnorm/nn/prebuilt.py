@@ -100,6 +100,7 @@ class NetworkWeights:
             terms = layer.canonical_parameters()
             start = self._own[-1][2].stop if self._own else 0
             self._own.append((terms, list(map(id, terms)), slice(start, start + len(terms))))
+        self._place_of = {tuple(identities): place for _, identities, place in self._own}
         self._programs: dict[torch.dtype, Program] = {}
         self._built: dict[Program, tuple[list[int], list[Tensor]]] = {}
         self._trained: list[int] = []  # layers in the programs, by index
@@ -155,12 +156,20 @@ class NetworkWeights:
         return [parameter._version for parameter in self._parameters]
 
     def is_unit(self, layer: CPLayer) -> bool:
-        """Return True if the columns of the layer are known to be unit."""
-        return (
-            self.active
-            and not self._sharded
-            and (torch.compiler.is_compiling() or self.versions == self.current_versions())
-        )
+        """Return True if the columns of the layer are known to be unit.
+
+        Not without gradients, where layers divide by the norms once and keep the weight: averages of parameters, which
+        are not unit, are evaluated there, and writing them to ``parameter.data`` leaves no trace.
+        """
+        if not self.active or self._sharded or not torch.is_grad_enabled():
+            return False
+        if torch.compiler.is_compiling():
+            return True
+        terms = layer._term_parameters()
+        place = self._place_of.get(tuple(map(id, terms)))  # none: functional_call passes other tensors
+        if place is None or _transformed():
+            return False
+        return self.versions[place] == [parameter._version for parameter in terms]
 
     def _refresh(self, *, thoroughly: bool = True) -> None:
         """Forget programs made for other memory, ranks, inputs or, if ``thoroughly``, trainable parameters.
