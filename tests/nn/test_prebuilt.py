@@ -215,10 +215,10 @@ def test_functional_calls_use_the_tensors_given() -> None:
 
 
 @pytest.mark.parametrize("path", ["auto", "rebuild", "factors"])
-def test_functional_calls_divide_vectors_of_other_lengths_by_their_norms(path: Any) -> None:
+def test_functional_calls_divide_vectors_of_other_lengths_by_their_norms(path: str) -> None:
     model = network()
     for layer in cpnorm.canonical_layers(model).values():
-        layer.path = path
+        layer.path = path  # type: ignore[assignment]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     cpnorm.renormalize_after(optimizer, model)
     five_steps(model, optimizer)
@@ -238,12 +238,12 @@ def test_functional_calls_divide_vectors_of_other_lengths_by_their_norms(path: A
 
 
 @pytest.mark.parametrize("path", ["auto", "rebuild", "factors"])
-def test_averages_written_to_data_are_divided_by_their_norms(path: Any) -> None:
+def test_averages_written_to_data_are_divided_by_their_norms(path: str) -> None:
     """An average of unit vectors is shorter than one; ``parameter.data = `` changes no version."""
     model = network()
     layers = cpnorm.canonical_layers(model).values()
     for layer in layers:
-        layer.path = path
+        layer.path = path  # type: ignore[assignment]
     cpnorm.renormalize_after(torch.optim.SGD(model.parameters(), lr=0.05), model)
     model(X).sum().backward()
     for layer in layers:
