@@ -2,7 +2,8 @@
 
 ``python benchmarks/smallest_train.py --out FOLDER --time-limit 540 records-mnist/5k,records-mnist/lenet-8k@8`` runs one
 stage after the other. A stage is rows or tables, separated by commas, that are trained side by side, and the number of
-their seeds after an @ (8 without). A stage that fails does not stop the next one.
+their seeds after an @ (8 without); a name may have wildcards, as "records-pilot/70k-*". A stage that fails does not
+stop the next one.
 
 FOLDER has few files, which are true at any moment: ``log.txt``, a copy of the records of each table after each run that
 ends, and ``networks.tar.gz`` after each stage: the networks of seed 0, and checkpoints of runs that the time did not
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import fnmatch
 import shutil
 import sys
 import tarfile
@@ -67,8 +69,9 @@ class Session:
         """Run a stage such as ``records-mnist/5k@8`` side by side, and pack what is there."""
         names, _, count = stage.partition("@")
         try:
-            keys, seeds = names.split(","), 1 if self.smoke else int(count or 8)
-            rows = wanted_rows(keys, self._protocol())
+            protocol, seeds = self._protocol(), 1 if self.smoke else int(count or 8)
+            keys = [key for name in names.split(",") for key in fnmatch.filter(protocol.rows(), name) or [name]]
+            rows = wanted_rows(keys, protocol)
             if self.left < RESERVE:
                 self.say(f"{stage}: no time is left")
                 return
@@ -78,7 +81,7 @@ class Session:
                 range(seeds),
                 self.results,
                 self.work,
-                self._protocol(),
+                protocol,
                 self.options,
                 parallel_runs=len(rows) * seeds,
                 time_limit=max(self.left - RESERVE, 1),

@@ -118,7 +118,7 @@ def test_a_run_by_kernels(
     def trainer(captures: bool) -> Trainer:
         flat = network(free)
         model = nn.Sequential(flat[:4], flat[4:])
-        for layer in (flat[4], flat[6]):
+        for layer in (flat[2], flat[4], flat[6]):
             layer.path = "factors"
         run = Trainer(config, data, Options(device="cpu", compile=False), model=model)
         run.step.captures = captures
