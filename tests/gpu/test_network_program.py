@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -74,6 +78,76 @@ def test_the_memory_of_gradients_is_used_again() -> None:
     kept = kernels.gradients(d_weights)[2][:1]  # a view is enough
     assert kernels.gradients(d_weights)[2].data_ptr() != kept.data_ptr()
     assert all(gradient.data_ptr() % 16 == 0 for gradient in kernels.gradients(d_weights))
+
+
+@pytest.fixture
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have training loops use the kernels in triton's interpreter, too."""
+    from cpnorm.gpu.network_program import KernelProgram
+    from cpnorm.nn import canonical, prebuilt
+
+    if INTERPRETED:
+        monkeypatch.setattr(canonical.CPLayer, "trains_by_rebuilding", lambda layer: True)
+        monkeypatch.setattr(prebuilt, "make_program", lambda layers, dtype: KernelProgram(layers, dtype, list))
+
+
+def in_training(model: nn.Module) -> tuple[Callable[[], torch.Tensor], torch.optim.Optimizer, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    return lambda: model(x).square().mean(), optimizer, cpnorm.renormalize_after(optimizer, model).weights
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_one_node_serves_all_steps() -> None:
+    results = []
+    for fast in (True, False):
+        model = network()
+        loss, optimizer, weights = in_training(model)
+        weights.enabled = fast
+        nodes = []
+        for passes in (1, 1, 2, 1, 1):  # with two of them, gradients are accumulated
+            optimizer.zero_grad()
+            for _ in range(passes):
+                loss().backward()
+            nodes += [weights._graph.node] if fast else []
+            optimizer.step()
+        assert len(set(map(id, nodes[1:]))) == (1 if fast else 0)  # the first pass finds how inputs lie in memory
+        results.append([parameter.detach() for parameter in model.parameters()])
+    for got, wanted in zip(*results, strict=True):
+        close(got, wanted, 1e-4)
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_a_node_that_waits_for_its_backward_pass_is_left_alone() -> None:
+    model = nn.Linear(6, 4)  # whose product does not save the weight, so that no version of it is checked
+    model = cpnorm.renormalize(cpnorm.canonical_norm(model)).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    weights = cpnorm.renormalize_after(optimizer, model).weights
+    x = torch.ones(3, 6, device=DEVICE)
+    waiting = model(x).sum()
+    first = weights._graph.node
+    model(x).square().sum().backward()  # of the same parameters: one node can serve both
+    assert weights._graph.node is first
+    optimizer.step()
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    assert weights._graph.node is not first
+    with pytest.raises(RuntimeError, match="changed in place"):
+        waiting.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_a_model_in_training_is_collected() -> None:
+    model = network()
+    loss, optimizer, weights = in_training(model)
+    loss().backward()
+    optimizer.step()
+    loss().backward()
+    gone = ref(model[0]), ref(weights)
+    del model, loss, optimizer, weights
+    gc.collect()
+    assert [one() for one in gone] == [None, None]
 
 
 @pytest.mark.gpu

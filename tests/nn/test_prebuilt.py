@@ -322,6 +322,26 @@ def test_evaluation_keeps_weights_until_a_parameter_changes(monkeypatch: pytest.
     model(X).sum().backward()
 
 
+def test_evaluation_casts_kept_weights_once_under_autocast() -> None:
+    model = cpnorm.canonical_norm(Net()).eval()
+    plain = cpnorm.fold(copy.deepcopy(model))
+    with torch.no_grad():
+        exact = model(X)
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype):
+                assert torch.equal(model(X), plain(X))  # torch casts the same weights, at each pass
+                first = model.first.prebuilt.cast
+                model(X)
+            assert first.dtype == dtype
+            assert model.first.prebuilt.cast is first
+            assert torch.equal(model(X), exact)
+            assert model.first.weight.dtype == torch.float32
+        model.first.sigma.mul_(2)
+        plain.first.weight.mul_(2)
+        with torch.autocast("cpu", torch.float16):
+            assert torch.equal(model(X), plain(X))
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it unless it is an error
 @pytest.mark.parametrize("whole", [True, False], ids=["a module", "a function around it"])
 def test_compiled(whole: bool) -> None:

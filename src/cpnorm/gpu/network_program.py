@@ -35,13 +35,16 @@ class KernelProgram:
             raise ValueError(f"expected a layer for the kernels and one of {', '.join(map(str, DTYPES))}, got {dtype}")
         self._known = [index for index, yes in enumerate(known) if yes]
         self._rest = [index for index, yes in enumerate(known) if not yes]
-        self._layers = layers
+        self._terms = [2 + len(layer.modes) for layer in layers]  # of each layer; the layers themselves are not held
         self._gradients = FusedGradients([layers[index] for index in self._known], dtype)
         self._others = others([layers[index] for index in self._rest]) if self._rest else None
+        self.in_place = self._others is None
 
     def build(self) -> list[Tensor]:
         """Return the weight of every layer."""
-        weights: list[Any] = [None] * len(self._layers)
+        if self._others is None:
+            return self._gradients.build()
+        weights: list[Any] = [None] * len(self._terms)
         for index, weight in zip(self._known, self._gradients.build(), strict=True):
             weights[index] = weight
         if self._others is not None:
@@ -51,13 +54,13 @@ class KernelProgram:
 
     def gradients(self, d_weights: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the terms of all layers, in one list."""
-        found: list[list[Tensor | None]] = [[]] * len(self._layers)
+        found: list[list[Tensor | None]] = [[]] * len(self._terms)
         for index, terms in zip(self._known, self._gradients([d_weights[i] for i in self._known]), strict=True):
             found[index] = terms
         if self._others is not None:
             flat = iter(self._others.gradients([d_weights[i] for i in self._rest]))
             for index in self._rest:
-                found[index] = [next(flat) for _ in range(2 + len(self._layers[index].modes))]
+                found[index] = [next(flat) for _ in range(self._terms[index])]
         return [gradient for terms in found for gradient in terms]
 
 

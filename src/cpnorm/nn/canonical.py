@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import cast
 
 import torch
@@ -53,7 +54,9 @@ class CPLayer(CanonicalTerms):
         if not self._keeps_weight():
             dense = dense_from_terms(*self._terms(), channels_last=last)
             return dense.reshape(shape) if last else dense.reshape(-1).reshape(shape)  # strides of a contiguous tensor
-        with torch.inference_mode(False), torch.no_grad():
+        kind = self.lambdas.device.type
+        precise = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+        with torch.inference_mode(False), torch.no_grad(), precise:
             layout = torch.channels_last if last else torch.contiguous_format
             built = dense_from_terms(*self._terms()).reshape(shape).clone(memory_format=layout)
         self.keep_prebuilt(built)
@@ -73,6 +76,7 @@ class CPLayer(CanonicalTerms):
         versions.append(weight._version)
         prebuilt = self._form.prebuilt = Prebuilt((weight,), parameters, list(map(id, parameters)), versions)
         prebuilt.dtype = parameters[1].dtype
+        prebuilt.autocast = weight.device.type if weight.dtype != prebuilt.dtype else None
         if not weight.requires_grad:
             prebuilt.in_evaluation = True
             prebuilt.memory = tuple([parameter.detach() for parameter in parameters])
@@ -95,8 +99,8 @@ class CPLayer(CanonicalTerms):
             return None
         if torch.compiler.is_compiling():  # which must not look at versions: code would be compiled for each
             return None if prebuilt.in_evaluation else prebuilt.tensors
-        if prebuilt.in_evaluation and torch.jit.is_tracing():  # a traced program would hold it as a constant
-            return None
+        if prebuilt.in_evaluation:
+            return prebuilt.tensors if self._kept_is_valid(prebuilt) else None
         tensors, versions = prebuilt.tensors, prebuilt.versions
         if versions is None:
             return tensors
@@ -106,23 +110,42 @@ class CPLayer(CanonicalTerms):
         found = [tensor._version for tensor in current]
         found.append(first._version)
         lambdas = current[1]
-        if prebuilt.in_evaluation:
-            moved = [tensor.data_ptr() for tensor in current] != prebuilt.addresses
-            unfit = moved or (torch.is_grad_enabled() and lambdas.requires_grad)
-            unfit = unfit or (prebuilt.lambdas is not None and not torch.equal(lambdas, prebuilt.lambdas))
-        else:
-            unfit = first.device != lambdas.device or lambdas.dtype != prebuilt.dtype
+        unfit = first.device != lambdas.device or lambdas.dtype != prebuilt.dtype
         if unfit or found != versions or list(map(id, current)) != prebuilt.identities or not prebuilt.fits_autocast:
             form.prebuilt = None
             return None
         return tensors
 
+    def _kept_is_valid(self, kept: Prebuilt) -> bool:
+        """Return True if the weight kept in evaluation can be used here; forget it if a parameter has changed."""
+        form = self._form
+        if form.path == "factors" or torch.jit.is_tracing():  # a traced program would hold it as a constant
+            return False
+        current = self._term_parameters()
+        versions = [tensor._version for tensor in current]
+        versions.append(kept.tensors[0]._version)
+        if (
+            versions == kept.versions
+            and [tensor.data_ptr() for tensor in current] == kept.addresses
+            and [*map(id, current)] == kept.identities
+            and not (torch.is_grad_enabled() and current[1].requires_grad)
+            and (kept.lambdas is None or torch.equal(current[1], kept.lambdas))
+        ):
+            return True
+        form.prebuilt = None
+        return False
+
     def _ready_weight(self) -> Tensor | None:
-        """Return W if it was built for the forward pass that is running: only the objects may be others then."""
+        """Return W if it was built for the forward pass that is running, or kept in evaluation."""
         if torch.compiler.is_compiling():
             return None
-        ready = self._form.ready
-        if ready is None or list(map(id, self._term_parameters())) != ready.identities or not ready.fits_autocast:
+        form = self._form
+        ready = form.ready
+        if ready is None:
+            kept = form.prebuilt
+            return kept.for_product() if kept is not None and kept.in_evaluation and self._kept_is_valid(kept) else None
+        # NetworkWeights has checked the parameters: only the objects may be others now.
+        if [*map(id, self._term_parameters())] != ready.identities or not ready.fits_autocast:
             return None
         return ready.tensors[0]
 

@@ -24,13 +24,31 @@ class Prebuilt:
     addresses: list[int] | None = None  # where it begins
     lambdas: Tensor | None = None  # their values, on the CPU: writes to ``parameter.data`` leave no other trace
     in_evaluation: bool = False  # kept over many calls; in training every forward pass builds it
-    dtype: torch.dtype | None = None  # of the parameters; the weight has another one under autocast
+    dtype: torch.dtype | None = None  # of the parameters
+    autocast: str | None = None  # the kind of device if the weight has autocast's dtype
+    cast: Tensor | None = None  # of a weight kept in evaluation: the same in autocast's dtype
 
     @property
     def fits_autocast(self) -> bool:
         """Return True if the weight has the dtype in which torch would multiply by it here."""
-        dtype = self.tensors[0].dtype
-        return dtype == self.dtype or dtype == compute_dtype(self.parameters[1])
+        kind = self.autocast
+        return kind is None or (
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == self.tensors[0].dtype
+        )
+
+    def for_product(self) -> Tensor:
+        """Return a weight kept in evaluation as torch would multiply by it here; autocast's cast is kept, too."""
+        weight = self.tensors[0]
+        kind = "cuda" if weight.is_cuda else "cpu"
+        if not torch.is_autocast_enabled(kind) or weight.dtype != torch.float32:
+            return weight
+        dtype = torch.get_autocast_dtype(kind)
+        if self.cast is None or self.cast.dtype != dtype:
+            if weight.is_cuda and torch.cuda.is_current_stream_capturing():  # the graph would own the memory
+                return weight
+            with torch.inference_mode(False), torch.no_grad():
+                self.cast = weight.to(dtype)
+        return self.cast
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Return None: a copied layer builds its own."""

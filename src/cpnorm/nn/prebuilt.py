@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -27,25 +28,71 @@ class _BuildWeights(torch.autograd.Function):
     """Map the terms of all layers to their weights.
 
     Nothing is saved for the backward pass: a program holds what its gradients need until parameters change. The node
-    can therefore run several times, as it does for each region of a reentrant activation checkpoint.
+    can therefore run several times, as it does for each region of a reentrant activation checkpoint, and serve many
+    steps. A node that is kept must not hold the model, because Python cannot collect such a cycle.
     """
 
     @staticmethod
     def forward(ctx: Any, owner: NetworkWeights, program: Program, *terms: Tensor) -> tuple[Tensor, ...]:
-        ctx.owner, ctx.program, ctx.versions = owner, program, owner.versions
+        ctx.owner, ctx.program, ctx.terms = ref(owner), program, terms
+        ctx.versions, ctx.pending = [term._version for term in terms], 0
         ctx.set_materialize_grads(False)
-        return tuple(weight.detach() for weight in owner.built(program))
+        return tuple([weight.detach() for weight in owner.built(program)])
 
     @staticmethod
     def backward(ctx: Any, *d_weights: Tensor | None) -> tuple[Any, ...]:
-        if ctx.versions != ctx.owner.current_versions():
+        ctx.pending -= 1
+        if ctx.versions != [term._version for term in ctx.terms]:
             raise RuntimeError(
                 "canonical parameters were changed in place between the forward and the backward pass, which needs "
                 "the old values"
             )
         if torch.is_grad_enabled():  # create_graph=True
-            return None, None, *_differentiable_gradients(ctx.owner.trained_layers(), d_weights)
+            return None, None, *_differentiable_gradients(ctx.owner().trained_layers(), d_weights)
         return None, None, *ctx.program.gradients(d_weights)
+
+
+class _Graph:
+    """The node that built the weights of one program, and its results, which later steps use again.
+
+    Where a program writes to the same tensors at each build, a step needs no new node: making one costs the host as
+    much as all other work before a forward pass.
+    """
+
+    def __init__(self, owner: NetworkWeights, program: Program) -> None:
+        self.program, self.stream = program, _stream(owner._parameters[0])
+        self.weights: tuple[Tensor, ...] = _BuildWeights.apply(owner, program, *owner.trained_terms())
+        self.node: Any = self.weights[0].grad_fn
+        first = owner._layers[0].lambdas
+        autocast = first.device.type if self.weights[0].dtype != first.dtype else None
+        own = [owner._own[index] for index in owner._trained]
+        self._places = [place for _, _, place in own]
+        self._all = len(own) == len(owner._own)
+        self.prebuilt = [
+            Prebuilt((weight,), terms, identities, [], dtype=first.dtype, autocast=autocast)
+            for weight, (terms, identities, _) in zip(self.weights, own, strict=True)
+        ]
+
+    def serves(self, owner: NetworkWeights, program: Program) -> bool:
+        """Return True if the next forward pass can use this node: no graph of old weights waits for its backward."""
+        return (
+            program is self.program
+            and (self.node.pending == 0 or self.node.versions == owner.trained_versions())
+            and self.stream == _stream(owner._parameters[0])
+        )
+
+    def begin(self, owner: NetworkWeights, versions: list[int]) -> list[Prebuilt]:
+        """Build the weights for a forward pass, unless they are built from parameters of these versions."""
+        owner.built(self.program)
+        self.node.pending += 1
+        self.node.versions = versions if self._all else owner.trained_versions()
+        for prebuilt, place, weight in zip(self.prebuilt, self._places, self.weights, strict=True):
+            prebuilt.versions = [*versions[place], weight._version]
+        return self.prebuilt
+
+
+def _stream(tensor: Tensor) -> int:
+    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
 
 
 def _differentiable_gradients(layers: Sequence[CPLayer], d_weights: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -104,6 +151,7 @@ class NetworkWeights:
         self._programs: dict[torch.dtype, Program] = {}
         self._built: dict[Program, tuple[list[int], list[Tensor]]] = {}
         self._trained: list[int] = []  # layers in the programs, by index
+        self._graph: _Graph | None = None
         self._renormalizer: Any = None
         for layer in (layer for group in self._tied for layer in group):
             layer.renormalizer = self
@@ -130,6 +178,7 @@ class NetworkWeights:
                 layer.renormalizer = layer.prebuilt = layer._form.ready = None
         self._programs.clear()
         self._built.clear()
+        self._graph = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoNetworkWeights:
         return NoNetworkWeights()  # no optimizer renormalises a copy
@@ -189,6 +238,7 @@ class NetworkWeights:
             self._signature, self._renormalizer = found, None
             self._programs.clear()
             self._built.clear()
+            self._graph = None
             first = self._layers[0].lambdas
             self._trained = [
                 index
@@ -207,7 +257,7 @@ class NetworkWeights:
         """Make all columns unit, in one launch on a GPU."""
         if not self.applies():
             return
-        self._refresh()
+        self._refresh(thoroughly=self._renormalizer is None)
         if self._renormalizer is None:
             self._renormalizer = make_renormalizer(self._factors, self._lambdas)
         self._renormalizer()
@@ -241,11 +291,11 @@ class NetworkWeights:
             return  # parameters were loaded or written: until they are renormalised, layers divide by their norms
         lambdas = self._layers[0].lambdas
         program = self.program(compute_dtype(lambdas))
-        weights = _BuildWeights.apply(self, program, *self.trained_terms())
-        for index, weight in zip(self._trained, weights, strict=True):
-            terms, identities, place = self._own[index]
-            own = [*versions[place], weight._version]
-            prebuilt = Prebuilt((weight,), terms, identities, own, dtype=lambdas.dtype)
+        graph = self._graph
+        if graph is None or not graph.serves(self, program):
+            graph = _Graph(self, program)
+        self._graph = graph if program.in_place else None
+        for index, prebuilt in zip(self._trained, graph.begin(self, versions), strict=True):
             for form in self._forms[index]:
                 form.prebuilt = prebuilt
                 # Layers look at inputs of another kind: they may lie differently in memory.
@@ -281,6 +331,10 @@ class NetworkWeights:
     def trained_terms(self) -> list[Tensor]:
         """Return their parameters, layer by layer: sigma, lambdas, factors."""
         return self._terms
+
+    def trained_versions(self) -> list[int]:
+        """Return how often each of these was changed in place."""
+        return [term._version for term in self._terms]
 
     def program(self, dtype: torch.dtype) -> Program:
         """Return the program that computes in this dtype."""

@@ -26,7 +26,13 @@ def make_program(layers: Sequence[CPLayer], dtype: torch.dtype) -> Program:
 
 
 class Program(Protocol):
-    """Weights from terms, and gradients of the terms from those of the weights, for several layers at once."""
+    """Weights from terms, and gradients of the terms from those of the weights, for several layers at once.
+
+    Attributes:
+        in_place: whether the weights are the same tensors at each build.
+    """
+
+    in_place: bool
 
     def build(self) -> list[Tensor]:
         """Return the weight of every layer."""
@@ -37,6 +43,8 @@ class Program(Protocol):
 
 class TorchProgram:
     """``Program`` in torch's operations, for layers of any kind with unit columns."""
+
+    in_place = False
 
     def __init__(self, layers: Sequence[CPLayer], dtype: torch.dtype) -> None:
         self.layers, self.dtype = layers, dtype
