@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cpnorm.cp.tensor import UnitTerms, dense_from_terms, unit_columns
 from cpnorm.nn import planner
-from cpnorm.nn.layer_form import Prebuilt, Renormalizer
+from cpnorm.nn.layer_form import Prebuilt, Renormalizer, version_of
 from cpnorm.nn.planner import Plan, weight_shape
 from cpnorm.nn.readonly import read_only
 from cpnorm.nn.terms import CanonicalTerms
@@ -107,8 +107,7 @@ class CPLayer(CanonicalTerms):
         if form.path == "factors":
             return None
         first, current = tensors[0], self._term_parameters()
-        found = [tensor._version for tensor in current]
-        found.append(first._version)
+        found = [*map(version_of, current), first._version]
         lambdas = current[1]
         unfit = first.device != lambdas.device or lambdas.dtype != prebuilt.dtype
         if unfit or found != versions or list(map(id, current)) != prebuilt.identities or not prebuilt.fits_autocast:
@@ -122,11 +121,9 @@ class CPLayer(CanonicalTerms):
         if form.path == "factors" or torch.jit.is_tracing():  # a traced program would hold it as a constant
             return False
         current = self._term_parameters()
-        versions = [tensor._version for tensor in current]
-        versions.append(kept.tensors[0]._version)
         if (
-            versions == kept.versions
-            and [tensor.data_ptr() for tensor in current] == kept.addresses
+            [*map(version_of, current), kept.tensors[0]._version] == kept.versions
+            and [*map(Tensor.data_ptr, current)] == kept.addresses
             and [*map(id, current)] == kept.identities
             and not (torch.is_grad_enabled() and current[1].requires_grad)
             and (kept.lambdas is None or torch.equal(current[1], kept.lambdas))

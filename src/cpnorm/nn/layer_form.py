@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from cpnorm.nn.canonical import CPLayer
+
+version_of = attrgetter("_version")  # how often a tensor was changed in place
 
 
 @dataclass

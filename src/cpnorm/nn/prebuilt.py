@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.convert import canonical_layers, including_tied
-from cpnorm.nn.layer_form import Prebuilt, compute_dtype
+from cpnorm.nn.layer_form import Prebuilt, compute_dtype, version_of
 from cpnorm.nn.planner import weight_shape
 from cpnorm.nn.prebuilt_op import build_weights, number_of
 from cpnorm.nn.renormalizing import make_renormalizer
@@ -35,14 +35,14 @@ class _BuildWeights(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, owner: NetworkWeights, program: Program, *terms: Tensor) -> tuple[Tensor, ...]:
         ctx.owner, ctx.program, ctx.terms = ref(owner), program, terms
-        ctx.versions, ctx.pending = [term._version for term in terms], 0
+        ctx.versions, ctx.pending = [*map(version_of, terms)], 0
         ctx.set_materialize_grads(False)
         return tuple([weight.detach() for weight in owner.built(program)])
 
     @staticmethod
     def backward(ctx: Any, *d_weights: Tensor | None) -> tuple[Any, ...]:
         ctx.pending -= 1
-        if ctx.versions != [term._version for term in ctx.terms]:
+        if ctx.versions != [*map(version_of, ctx.terms)]:
             raise RuntimeError(
                 "canonical parameters were changed in place between the forward and the backward pass, which needs "
                 "the old values"
@@ -202,7 +202,7 @@ class NetworkWeights:
 
     def current_versions(self) -> list[int]:
         """Return how often each parameter was changed in place."""
-        return [parameter._version for parameter in self._parameters]
+        return [*map(version_of, self._parameters)]
 
     def is_unit(self, layer: CPLayer) -> bool:
         """Return True if the columns of the layer are known to be unit.
@@ -225,7 +225,7 @@ class NetworkWeights:
 
         A frozen parameter in a program costs time only: autograd drops its gradient.
         """
-        found: list[Any] = [p.data_ptr() for p in self._parameters]
+        found: list[Any] = [*map(Tensor.data_ptr, self._parameters)]
         found += [terms[1].size(0) for terms, _, _ in self._own]
         found += [forms[0].path for forms in self._forms]
         if found == self._addresses and not thoroughly:
@@ -334,7 +334,7 @@ class NetworkWeights:
 
     def trained_versions(self) -> list[int]:
         """Return how often each of these was changed in place."""
-        return [term._version for term in self._terms]
+        return [*map(version_of, self._terms)]
 
     def program(self, dtype: torch.dtype) -> Program:
         """Return the program that computes in this dtype."""
