@@ -22,6 +22,7 @@ from cpnorm.nn.canonical import CPLayer
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 GATHER = (16, 128)  # rows and columns that one program copies
+TABLES = 16  # of the addresses of gradients that are kept on the device
 
 
 class KernelProgram:
@@ -54,14 +55,16 @@ class KernelProgram:
 
     def gradients(self, d_weights: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the terms of all layers, in one list."""
-        found: list[list[Tensor | None]] = [[]] * len(self._terms)
-        for index, terms in zip(self._known, self._gradients([d_weights[i] for i in self._known]), strict=True):
-            found[index] = terms
-        if self._others is not None:
-            flat = iter(self._others.gradients([d_weights[i] for i in self._rest]))
-            for index in self._rest:
-                found[index] = [next(flat) for _ in range(self._terms[index])]
-        return [gradient for terms in found for gradient in terms]
+        if self._others is None:
+            return self._gradients(d_weights)
+        ours = iter(self._gradients([d_weights[i] for i in self._known]))
+        others = iter(self._others.gradients([d_weights[i] for i in self._rest]))
+        known = set(self._known)
+        return [
+            gradient
+            for index, count in enumerate(self._terms)
+            for gradient in islice(ours if index in known else others, count)
+        ]
 
 
 class FusedGradients(FusedTerms):
@@ -104,6 +107,7 @@ class FusedGradients(FusedTerms):
         ]
         self._d_views = [self._as_weight(i, product) for i, product in enumerate(self._d_products)]
         self._sources: list[int] = []
+        self._tables: dict[tuple[int, ...], Tensor] = {}
         self._source_table = self._integers([[0] * 5] * len(terms)).flatten()
         self._gathered = self._integers([row for i in range(len(terms)) for row in self._gather_programs(i)])
         self._run_build = Replayed(self._build)
@@ -152,15 +156,21 @@ class FusedGradients(FusedTerms):
         sources: list[int] = []
         for d in d_weights:
             sources += (d.data_ptr(), *d.stride(), *((0, 0) if d.ndim == 2 else ()))
-        if sources != self._sources:  # an allocator repeats itself from step to step
-            self._sources = sources
+        if sources == self._sources:
+            return
+        self._sources, key = sources, tuple(sources)
+        table = self._tables.get(key)  # an allocator repeats itself, often with a few turns
+        if table is None:
+            if len(self._tables) >= TABLES:
+                self._tables.clear()
             # From pinned memory, so that the host does not wait for the work in front of the copy.
             numbers = torch.tensor(sources, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-            self._source_table.copy_(numbers, non_blocking=True)
+            table = self._tables[key] = numbers.to(self.device, non_blocking=True)
+        self._source_table.copy_(table)
 
     @torch.no_grad()
-    def __call__(self, d_weights: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
-        """Return the gradients of sigma, lambda and the vectors of each layer, in memory of their own."""
+    def __call__(self, d_weights: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of sigma, lambda and the vectors of all layers, in memory of their own."""
         zero = [i for i, d in enumerate(d_weights) if d is None]
         present = [torch.zeros_like(self._weights[i]) if d is None else d for i, d in enumerate(d_weights)]
         present = [d if d.dtype == self.dtype else d.to(self.dtype) for d in present]
@@ -171,10 +181,10 @@ class FusedGradients(FusedTerms):
         else:
             self._point_to(present)
             self._run_gradients()
-        parts = iter(self._found.take())
-        found: list[list[Tensor | None]] = [list(islice(parts, len(terms))) for terms in self.layers]
+        found: list[Tensor | None] = [*self._found.take()]
         for index in zero:
-            found[index] = [None] * len(found[index])
+            first = sum(map(len, self.layers[:index]))
+            found[first : first + len(self.layers[index])] = [None] * len(self.layers[index])
         return found
 
     def _gather_and_compute(self) -> None:
@@ -225,4 +235,4 @@ class _Gradients:
             self._lent = torch.empty_like(self._flat)
             self._lent_views = self._split(self._lent)
         self._lent.copy_(self._flat)
-        return [view.detach() for view in self._lent_views]  # autograd copies tensors that others hold, as we the views
+        return [*map(Tensor.detach, self._lent_views)]  # autograd copies tensors that others hold, as we the views

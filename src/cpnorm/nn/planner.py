@@ -62,16 +62,21 @@ def through_conv(
 ) -> Tensor:
     """Convolve in three steps: 1x1 into the terms, one depthwise filter per term, 1x1 out.
 
-    Groups share the input vectors.
+    Groups share the input vectors. On a CPU, where convolutions copy their weights into another layout at each call,
+    the two of 1x1 are matrix products, and what is between them lies channels-last.
     """
     out, into, *kernels = factors
     conv, ones, rank = CONV[len(kernels) - 1], (1,) * len(kernels), scales.shape[0]
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    products = x.device.type == "cpu" and len(kernels) == 2 and groups == 1 and not traced and x.is_contiguous()
     batch, channels = x.shape[:2]
     x = x.reshape(batch * groups, channels // groups, *x.shape[2:])
-    x = conv(x, into.mT.reshape(rank, -1, *ones))
+    x = (x.movedim(1, -1) @ into).movedim(-1, 1) if products else conv(x, into.mT.reshape(rank, -1, *ones))
     depthwise = khatri_rao(kernels).mT.reshape(rank, 1, *(k.shape[0] for k in kernels))
     x = conv(x, depthwise, None, stride, padding, dilation, rank)
     x = x.reshape(batch, groups * rank, *x.shape[2:])
+    if products:
+        return F.linear(x.movedim(1, -1), out * scales, bias).movedim(-1, 1).contiguous()
     return conv(x, (out * scales).reshape(-1, rank, *ones), bias, groups=groups)
 
 
