@@ -80,6 +80,21 @@ def test_the_memory_of_gradients_is_used_again() -> None:
     assert all(gradient.data_ptr() % 16 == 0 for gradient in kernels.gradients(d_weights))
 
 
+def test_gradients_are_found_wherever_an_allocator_puts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cpnorm.gpu import network_program
+
+    monkeypatch.setattr(network_program, "TABLES", 2)
+    layer = cpnorm.renormalize(cpnorm.canonical_norm(nn.Linear(6, 4))).to(DEVICE)
+    kernels = network_program.KernelProgram([layer], torch.float32, list)
+    plain = TorchProgram([layer], torch.float32)
+    kernels.build(), plain.build()
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    places = [torch.randn(4, 6, generator=generator, device=DEVICE) for _ in range(3)]
+    for place in (0, 1, 0, 1, 2, 0):  # in turns, and more of them than are kept
+        found, wanted = (program.gradients([places[place]]) for program in (kernels, plain))
+        close(found[2], wanted[2], 2e-5)
+
+
 @pytest.fixture
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have training loops use the kernels in triton's interpreter, too."""
