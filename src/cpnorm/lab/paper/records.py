@@ -104,10 +104,11 @@ MNIST_4K = ((16, 24, 32), (6, 9, 11))
 MNIST_3K = ((12, 20, 28), (5, 7, 9))
 LENET_8K, LENET_6K, LENET_4K = (6, 24, 18, 8), (6, 20, 10, 8), (5, 13, 7, 6)
 LINEAR_70K = (18, 18, 22, 20, 20, 9, 5, 9)
-EVEN_70K = (18, 26, 26, 22, 20, 6, 5, 6)
+EVEN_70K, EVEN_50K = (18, 26, 26, 22, 20, 6, 5, 6), (16, 19, 17, 15, 14, 5, 3, 5)
 CONVOLUTIONS_70K = (18, 28, 29, 24, 24, 4, 3, 6)
 # With modes above 256 (AlexNet-like) or 64 (LeNet-like) split, terms of linear layers cost a half to a thirteenth.
-SPLIT_70K, SPLIT_8K, SPLIT_6K = (18, 34, 29, 27, 24, 18, 24, 16), (6, 26, 37, 14), (6, 20, 24, 12)
+SPLIT_70K, SPLIT_50K = (18, 34, 29, 27, 24, 18, 24, 16), (16, 26, 19, 18, 16, 14, 20, 14)
+SPLIT_8K, SPLIT_6K = (6, 26, 37, 14), (6, 20, 24, 12)
 
 
 def _trial(key: str, recipe: Config, *design: Any, **options: Any) -> Row:
@@ -140,6 +141,8 @@ PILOT_ROWS = (
     _paper_trial("70k-even-fast", ALEXNET_TRIAL, *EVEN_70K, lr=0.004),
     _paper_trial("70k-even-angles", ALEXNET_TRIAL, *EVEN_70K, equal_angles=True),
     _paper_trial("70k-even-large-batch", ALEXNET_TRIAL, *EVEN_70K, batch_size=250, lr=0.004),
+    _paper_trial("50k-even", ALEXNET_TRIAL, *EVEN_50K),
+    _paper_trial("50k-split", ALEXNET_TRIAL, *SPLIT_50K, split_modes=256),
     # MNIST: learning rate, augmentation, rounds, width against rank, and size
     _trial("5k-slow", MNIST_TRIAL, *MNIST_5K, stem=4, changes={"lr": 0.005}),
     _trial("5k-shift", MNIST_TRIAL, *MNIST_5K, stem=4, changes={"augment": "shift"}),
@@ -175,7 +178,7 @@ MNIST_ROWS = (
 )
 CIFAR10_ROWS = (
     _paper("records-cifar10/alexnet-70k", "the paper's AlexNet-like network", ALEXNET, EVEN_70K),
-    _paper("records-cifar10/alexnet-50k", "the paper's AlexNet-like network", ALEXNET, (16, 19, 17, 15, 14, 5, 3, 5)),
+    _paper("records-cifar10/alexnet-50k", "the paper's AlexNet-like network", ALEXNET, EVEN_50K),
     _dense("records-cifar10/alexnet-70k-dense", ALEXNET, width=0.099),
     _thin("records-cifar10/25k", "small residual network", CIFAR10, *ROUNDS, rounds=[1, 2, 2]),
     _narrow("records-cifar10/25k-dense", "small residual network, dense", CIFAR10, (11, 20, 28)),
