@@ -32,6 +32,7 @@ from cpnorm.lab.training.setup import build_model
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results/records"
 PAGE, FIGURE = ROOT / "docs/records.md", ROOT / "docs/assets/records.svg"
+RUNS = 8  # that a goal asks for
 BEGIN, END = "<!-- {} -->", "<!-- /{} -->"  # what stands between them in the page is made
 Record = Mapping[str, Any]
 
@@ -192,7 +193,8 @@ def goal_table(runs: Mapping[str, Sequence[Record]], measured: Mapping[str, Any]
         reached, count = "not run", "–"
         if here:
             met = mean(here) >= goal.accuracy and here[0]["parameters"] <= goal.parameters
-            reached, count = f"{accuracy(here)}: {'**met**' if met else 'not met'}", f"{here[0]['parameters']:,}"
+            verdict = "too few runs" if len(here) < RUNS else "**met**" if met else "not met"
+            reached, count = f"{accuracy(here)}: {verdict}", f"{here[0]['parameters']:,}"
         narrow = measured.get("networks", {}).get(folder_name(goal.control), {})
         dense = f"{accuracy(control)} at {control[0]['parameters']:,}" if control else "not run"
         if narrow:

@@ -87,9 +87,13 @@ def test_parts_of_the_page_are_replaced_between_their_comments() -> None:
 def test_the_page_is_made_from_the_records(tmp_path: Path) -> None:
     line = {"table": "records-mnist", "row": "records-mnist/5k", "weights": 4969, "diverged": None}
     line["config"] = {"data": "mnist", "norm": "cp"}
-    lines = [line | {"seed": seed, "test_accuracy_last": value} for seed, value in enumerate((99.4, 99.5))]
+    lines = [line | {"seed": seed, "test_accuracy_last": 99.4 + seed % 2 / 10} for seed in range(8)]
     (tmp_path / "records-mnist.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     runs = smallest.read(tmp_path)
-    assert "99.45 ± 0.07 (2): **met** | 4,969" in smallest.goal_table(runs, {})
+    assert "99.45 ± 0.05 (8): **met** | 4,969" in smallest.goal_table(runs, {})
+    fewer = {key: found[:7] for key, found in runs.items()}
+    assert "(7): too few runs" in smallest.goal_table(fewer, {})
+    worse = {key: [run | {"test_accuracy_last": 99.3} for run in found] for key, found in runs.items()}
+    assert "99.30 ± 0.00 (8): not met" in smallest.goal_table(worse, {})
     smallest.draw(runs, tmp_path / "figure.svg")
     assert (tmp_path / "figure.svg").read_text().startswith("<?xml")
