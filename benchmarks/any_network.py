@@ -16,6 +16,7 @@ profiler stays attached once it was used, and slows later launches: take times w
     python benchmarks/any_network.py --device cuda --out FILE      # all networks, eager and compiled
     python benchmarks/any_network.py --out FILE                    # two small ones on the CPU, in float32
     python benchmarks/any_network.py --device cuda --network resnet18-224 --layout channels_last --busy
+    python benchmarks/any_network.py --device cuda --network resnet18-224 --compiled yes --mode reduce-overhead
 """
 
 from __future__ import annotations
@@ -123,12 +124,14 @@ def variant(name: str, plain: nn.Module, kind: str) -> nn.Module:
 class Loop:
     """An ordinary training loop."""
 
-    def __init__(self, name: str, model: nn.Module, batch: tuple[Tensor, Tensor], compiled: bool) -> None:
+    def __init__(
+        self, name: str, model: nn.Module, batch: tuple[Tensor, Tensor], compiled: bool, mode: str = "default"
+    ) -> None:
         self.name, self.model, self.batch = name, model.train(), batch
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
         if cpnorm.canonical_layers(model):
             cpnorm.renormalize_after(self.optimizer, model)
-        self.called = torch.compile(model) if compiled else model
+        self.called = torch.compile(model, mode=mode) if compiled else model
 
     def __call__(self) -> None:
         x, y = self.batch
@@ -204,9 +207,10 @@ def measure(
         model = variant(name, plain, kind)
         wait(device)
         rows[kind] = {"network": name, "batch": size, "variant": kind, "compiled": compiled, "layout": options.layout}
+        rows[kind]["mode"] = options.mode if compiled else "eager"
         rows[kind]["seconds_to_convert"] = time.perf_counter() - started
         rows[kind]["parameters"] = sum(p.numel() for p in model.parameters())
-        loops[kind] = Loop(name, model, batch, compiled)
+        loops[kind] = Loop(name, model, batch, compiled, options.mode)
         started = time.perf_counter()
         loops[kind]()
         wait(device)
@@ -261,6 +265,7 @@ def main() -> None:
     parser.add_argument("--layout", choices=("contiguous", "channels_last"), default="contiguous")
     parser.add_argument("--busy", action="store_true", help="profile the kernels, too")
     parser.add_argument("--compiled", choices=("no", "yes", "both"), default="no")
+    parser.add_argument("--mode", choices=("default", "reduce-overhead"), default="default", help="of torch.compile")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     commit = (
@@ -279,9 +284,9 @@ def main() -> None:
             chosen = kinds if not compiled else [k for k in kinds if k != "tensorly-torch"]
             size = options.batch or batches[name]
             for row in measure(name, size, chosen, compiled, options):
-                mode = "compiled" if compiled else "eager"
                 print(
-                    f"{name:14} {mode:8} {row['variant']:24} {row['train_ms']:8.2f} ms {row['train_of_plain']:5.2f}x"
+                    f"{name:14} {row['mode']:15} {row['variant']:24}"
+                    f" {row['train_ms']:8.2f} ms {row['train_of_plain']:5.2f}x"
                     f"  eval {row.get('evaluate_ms', float('nan')):6.2f} ms"
                     f" {row.get('evaluate_of_plain', float('nan')):5.2f}x"
                     f"  host {row.get('train_host_ms', 0):5.2f} {row.get('evaluate_host_ms', 0):5.2f}"
