@@ -264,6 +264,21 @@ def test_parameters_changed_before_the_backward_pass_raise() -> None:
         loss.backward()
 
 
+def test_one_layer_changed_between_two_steps() -> None:
+    gradients = []
+    for prebuilt in (True, False):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        cpnorm.renormalize_after(optimizer, model).weights.enabled = prebuilt
+        for _ in range(2):
+            model(X).square().mean().backward()
+            with torch.no_grad():
+                model.first.lambdas.mul_(2)
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for found, wanted in zip(*gradients, strict=True):
+        close(found, wanted, 1e-5)
+
+
 @pytest.mark.parametrize("by_name", [False, True])  # autograd.grad skips nodes that lead to none of its inputs
 def test_double_backward_is_that_of_the_simple_path(by_name: bool) -> None:
     def second_gradients(model: nn.Module) -> list[Tensor]:

@@ -288,7 +288,12 @@ class NetworkWeights:
         self._refresh(thoroughly=not seen)
         versions = self.current_versions()
         if not (self.enabled and self._trained and self.versions == versions):
-            return  # parameters were loaded or written: until they are renormalised, layers divide by their norms
+            # Parameters were loaded or written: until they are renormalised, layers divide by their norms. The weights
+            # of layers that were left alone are of a graph that cannot be used any more.
+            for form in (form for forms in self._forms for form in forms):
+                if form.prebuilt is not None and form.prebuilt.versions is not None:  # not by ``use_prebuilt``
+                    form.prebuilt = None
+            return
         lambdas = self._layers[0].lambdas
         program = self.program(compute_dtype(lambdas))
         graph = self._graph
