@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -199,3 +201,30 @@ def test_in_inference_mode_nothing_is_frozen() -> None:
         cpnorm.fold(layer)
     layer(torch.randn(4, 8)).square().sum().backward()
     assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        ((1, 1), {"padding": 1}),
+        ((1, 1), {"padding": 1, "stride": 2}),
+        ((1, 1), {"padding": 2, "dilation": 2}),
+        ((1, 1), {"padding": 2}),
+        ((1, 1), {"padding": "same"}),
+        ((1, 4), {"padding": 1, "stride": 2}),
+        ((5, 1), {"padding": 1, "padding_mode": "circular"}),
+        ((6, 7), {"padding": (1, 0)}),
+    ],
+)
+def test_factors_of_small_images(size: tuple[int, int], options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    layer = cpnorm.canonical_norm(nn.Conv2d(4, 5, 3, **options), rank=7, init="kaiming_normal").double()
+    results = []
+    for path in ("factors", "rebuild"):
+        layer.path = path
+        x = torch.randn(3, 4, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = layer(x)
+        assert y.is_contiguous()
+        results.append([y.detach(), *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])])
+    for got, wanted in zip(*results, strict=True):
+        assert (got - wanted).abs().max() <= 1e-12 * wanted.abs().max() + 1e-15

@@ -72,6 +72,9 @@ def through_conv(
     batch, channels = x.shape[:2]
     x = x.reshape(batch * groups, channels // groups, *x.shape[2:])
     x = (x.movedim(1, -1) @ into).movedim(-1, 1) if products else conv(x, into.mT.reshape(rank, -1, *ones))
+    if products and not isinstance(padding, str):  # rows of the kernel that meet nothing but padding: small images
+        pairs = [_overlap(*given) for given in zip(kernels, x.shape[2:], padding, dilation, strict=True)]
+        kernels, padding = [kernel for kernel, _ in pairs], [rows for _, rows in pairs]
     depthwise = khatri_rao(kernels).mT.reshape(rank, 1, *(k.shape[0] for k in kernels))
     x = conv(x, depthwise, None, stride, padding, dilation, rank)
     x = x.reshape(batch, groups * rank, *x.shape[2:])
@@ -107,6 +110,12 @@ def weight_of_sides(layer: nn.Module, left: Tensor, right: Tensor) -> Tensor:
         return left @ right.mT
     (k1, k2), inputs = layer.kernel_size, layer.in_channels
     return (left @ right[: k2 * inputs].mT).reshape(-1, k1, k2, inputs).permute(0, 3, 1, 2)
+
+
+def _overlap(kernel: Tensor, length: int, padding: int, dilation: int) -> tuple[Tensor, int]:  # (k, R)
+    """Return the kernel and its padding; of one centred on a single pixel, the row that meets it."""
+    alone = length == dilation == 1 and len(kernel) == 2 * padding + 1
+    return (kernel[padding : padding + 1], 0) if alone else (kernel, padding)
 
 
 def through_conv_transpose(
