@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import safetensors.torch
 import torch
@@ -36,7 +36,7 @@ import timing
 from compressors import METHODS
 from cpnorm.lab.data import pretrained
 from cpnorm.lab.data.images import ImageSet, load
-from cpnorm.lab.training.evaluation import accuracy, calibration_batches
+from cpnorm.lab.training.evaluation import accuracy, calibration_batches, prepared
 from cpnorm.lab.training.finetune import Recipe, finetune
 from cpnorm.lab.training.forward import use_arithmetic
 from cpnorm.lab.training.models import build
@@ -69,6 +69,22 @@ def main() -> None:
     compression_figure.print_table([args.out])
 
 
+class Renormalized(nn.Module):
+    """A network for images that were normalised by other means and deviations."""
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, network: nn.Module, scale: Tensor, shift: Tensor) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("scale", scale)
+        self.register_buffer("shift", shift)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.network(x * self.scale + self.shift))
+
+
 class Run:
     """One network on one data set: its data, the records so far, and what is still to be measured."""
 
@@ -76,6 +92,7 @@ class Run:
         self.args, self.started = args, time.monotonic()
         self.device = torch.device(args.device)
         self.split = f"-{args.validation}" if args.validation else ""  # in names of files
+        self.published = args.network in PUBLISHED and not args.train
         self.records = list(compression_figure.read([args.out])) if args.out.exists() else []
         self.data = self._data()
         mode = "crop-flip" if args.data == "cifar10" else "crop"
@@ -86,9 +103,10 @@ class Run:
 
     def _data(self) -> ImageSet:
         args, data = self.args, load(self.args.data, self.args.data_dir)
-        if args.network in PUBLISHED:
+        if self.published:
             about = pretrained.NETWORKS[PUBLISHED[args.network]]
             data = dataclasses.replace(data, mean=about.mean, std=about.std)
+        self._normalized = data.mean, data.std
         if args.validation:  # the test set stays unread
             images, labels = data.train_images, data.train_labels
             kept = len(labels) - args.validation
@@ -109,13 +127,14 @@ class Run:
         """Load the network from published weights or from an earlier command, or train it."""
         args, trained = self.args, None
         file = args.work / f"{args.network}-{args.data}-{args.network_seed}{self.split}"
-        if args.network in PUBLISHED:
+        if self.published:
             self.network = load_pretrained(PUBLISHED[args.network], args.data_dir, file=args.weights)
         else:
             self.network = build(args.network, 3, 10, 32, args.width)
             if not list(args.work.glob(f"{file.name}.*.safetensors")):
                 trained = self._train(file)
             self.network.load_state_dict(read_shards(file))
+        self.teacher = self._teacher() if args.teacher else None
         self.network = self.network.to(self.device, memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
         use_arithmetic("fp32")  # whatever the training has used
         self.accuracy = accuracy(self.network, self.data)
@@ -123,6 +142,20 @@ class Run:
         self.flops = flops(self.network, self.calibration[0][0][:1])
         if self._missing("dense", 1.0, None):
             self._write({"method": "dense", "share": 1.0, "accuracy": self.accuracy, "training": trained}, self.network)
+
+    def _teacher(self) -> nn.Module:
+        """Return the network that others learn from, on images that are normalised as this network's are."""
+        args, name = self.args, self.args.teacher
+        plain = load(args.data, args.data_dir)
+        if name in PUBLISHED:
+            about = pretrained.NETWORKS[PUBLISHED[name]]
+            teacher: nn.Module = load_pretrained(PUBLISHED[name], args.data_dir)
+            its = (about.mean, about.std)
+        else:
+            teacher, its = build(name, 3, 10, 32, args.width), (plain.mean, plain.std)
+            teacher.load_state_dict(read_shards(args.work / f"{name}-{args.data}-{args.network_seed}{self.split}"))
+        given, wanted = ([torch.tensor(each).reshape(-1, 1, 1) for each in both] for both in (self._normalized, its))
+        return Renormalized(teacher, given[1] / wanted[1], (given[0] - wanted[0]) / wanted[1]).to(self.device).eval()
 
     def _train(self, file: Path) -> dict[str, Any]:
         args = self.args
@@ -184,6 +217,7 @@ class Run:
             "accuracy_as_cut": tested[0],
             "accuracy_fresh_statistics": tested[1],  # of batch norm, from the calibration images
             "held_out_accuracies": held_out,
+            "divergence": divergence(model, self.network, self.data),
             "seconds": seconds,
             "ranks": {name: layer.rank for name, layer in cpnorm.canonical_layers(model).items()},
         }
@@ -206,7 +240,9 @@ class Run:
             if count:
                 images, labels = data.train_images[:count], data.train_labels[:count]
                 data = dataclasses.replace(data, train_images=images, train_labels=labels)
-            history = finetune(twin, data, recipe, teacher=self.network, test_every=self.args.test_every)
+            history = finetune(
+                twin, data, recipe, teacher=self.teacher or self.network, test_every=self.args.test_every
+            )
             seconds = time.perf_counter() - started
             self._write(
                 {
@@ -216,7 +252,7 @@ class Run:
                     "accuracy": history[-1]["test_accuracy"],
                     "finetuning": {
                         **recipe.to_json(),
-                        "teacher": "dense",
+                        "teacher": self.args.teacher or "dense",
                         "images": len(data.train_labels),
                         "form": self.args.form,
                         "label": self.args.label,
@@ -299,6 +335,17 @@ class Run:
             torch.cuda.synchronize()
 
 
+@torch.no_grad()
+def divergence(model: nn.Module, dense: nn.Module, data: ImageSet) -> float:
+    """Return the mean Kullback-Leibler divergence from the dense network's outputs on the test images."""
+    total = 0.0
+    for images in data.test_images.split(1000):
+        x = prepared(images, data)
+        found, wanted = (each(x).float().log_softmax(1) for each in (model, dense))
+        total += nn.functional.kl_div(found, wanted, log_target=True, reduction="sum").item()
+    return total / len(data.test_images)
+
+
 # --- counting and storing -------------------------------------------------------------------------------------------
 
 
@@ -357,6 +404,8 @@ def arguments() -> argparse.Namespace:
     add("--network-seed", type=int, default=0, help="of the dense network's training")
     add("--epochs", type=float, default=20, help="of fine-tuning")
     add("--dense-epochs", type=int, default=60, help="of training a dense network")
+    add("--train", action="store_true", help="train the dense network here, though there are published weights")
+    add("--teacher", help="learn from this network instead of the dense one: resnet56, or one trained before in --work")
     add("--label", default="default", help="a name for these fine-tuning settings, to compare several")
     add("--lr", type=float)
     add("--batch-size", type=int)
