@@ -100,6 +100,7 @@ LENET_TRIAL = LENET.replace(epochs=20, validation=HELD_OUT)
 BASE = ((32, 64, 96), (20, 31, 29))
 ROUNDS = ((32, 64, 96), (20, 31, 27))
 MNIST_5K = ((16, 24, 32), (8, 12, 16))
+ROUNDS_5K = ((16, 24, 32), (8, 12, 14))
 MNIST_4K = ((16, 24, 32), (6, 9, 11))
 MNIST_3K = ((12, 20, 28), (5, 7, 9))
 LENET_8K, LENET_6K, LENET_4K = (6, 24, 18, 8), (6, 20, 10, 8), (5, 13, 7, 6)
@@ -149,7 +150,10 @@ PILOT_ROWS = (
     _trial("5k-affine", MNIST_TRIAL, *MNIST_5K, stem=4),
     _trial("5k-fast", MNIST_TRIAL, *MNIST_5K, stem=4, changes={"lr": 0.02}),
     _trial("5k-angles", MNIST_TRIAL, *MNIST_5K, stem=4, changes={"equal_angles": True}),
-    _trial("5k-rounds", MNIST_TRIAL, (16, 24, 32), (8, 12, 14), stem=4, rounds=[1, 2, 2]),
+    _trial("5k-rounds", MNIST_TRIAL, *ROUNDS_5K, stem=4, rounds=[1, 2, 2]),
+    _trial("5k-more-rounds", MNIST_TRIAL, (16, 24, 32), (8, 11, 13), stem=4, rounds=[2, 2, 3]),
+    _trial("5k-shift-rounds", MNIST_TRIAL, *ROUNDS_5K, stem=4, rounds=[1, 2, 2], changes={"augment": "shift"}),
+    _trial("5k-silu", MNIST_TRIAL, *MNIST_5K, stem=4, activation="silu"),
     _trial("5k-wide", MNIST_TRIAL, (24, 32, 48), (6, 8, 10), stem=4),
     _trial("4k-thin", MNIST_TRIAL, *MNIST_4K, stem=4),
     _trial("4k-narrow", MNIST_TRIAL, (12, 20, 28), (8, 11, 14), stem=4),
