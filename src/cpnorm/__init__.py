@@ -22,6 +22,7 @@ from cpnorm.gpu.fused_step import FusedTrainStep
 from cpnorm.nn.modes import flatten_modes
 from cpnorm.nn.ranks import ranks_for_budget
 from cpnorm.compress.truncation import truncate
+from cpnorm.compress.calibration import Calibrated, calibrate
 from cpnorm.compress.report import Report
 from cpnorm.compress.gradual import GradualTruncation
 from cpnorm.compress.batch_norm import reestimate_batch_norm
@@ -30,7 +31,7 @@ from cpnorm.describe.summarize import Summary, summary
 from cpnorm.deploy.factorization import Factorization, choose_forms, factorize
 from cpnorm.io.checkpoint import load, read_metadata, save
 from cpnorm.deploy.onnx import export_onnx
-from cpnorm.compress.shrinking import Shrunk, shrink
+from cpnorm.compress.shrinking import Shrinker, Shrunk, shrink
 from cpnorm.compress.shrink_report import ShrinkReport
 
 __version__ = "0.1.0"
@@ -66,6 +67,8 @@ __all__ = [
     "flatten_modes",
     "ranks_for_budget",
     "truncate",
+    "calibrate",
+    "Calibrated",
     "Report",
     "GradualTruncation",
     "reestimate_batch_norm",
@@ -82,6 +85,7 @@ __all__ = [
     "read_metadata",
     "export_onnx",
     "shrink",
+    "Shrinker",
     "Shrunk",
     "ShrinkReport",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,8 +14,12 @@ from cpnorm.compress.successors import Successors
 from cpnorm.cp.calibrated import regression_target
 from cpnorm.nn.canonical import CPLayer
 
+KEPT_BYTES = 2**30  # of the samples of one layer; more of them are drawn again at each use
 LEAST_SPREAD = 0.5  # a channel that the fit nearly gave up is not amplified without bound
 STEADY = 1e-3  # relative to the mean squared scale: channels that a batch norm nearly switches off get no corrections
+
+
+_Sample = tuple[Tensor, Tensor, Tensor | None]  # patches (g, n, D), wanted outputs (g, n, o), stream (g, n, o)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,14 +55,16 @@ class Target:
         return torch.where(wanted > 0, made / wanted.clamp_min(1e-30), 1.0).clamp(LEAST_SPREAD, 1.0).flatten()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Samples:
-    """Samples of a layer's inputs and wanted outputs, drawn again, and in the same way, at each use."""
+    """Samples of a layer's inputs and wanted outputs, the same ones at each use."""
 
     layer: CPLayer
     pairs: Sequence[Pair]
     follows: Successors
     free: bool  # whether the mean of the outputs can be corrected
+    _kept: list[_Sample] | None = None
+    _first: Moments | None = None
 
     def target(self, old: Tensor, fitted: tuple[Tensor, Tensor | None] | None = None) -> Target:
         """Return the target; given a fitted weight and the mean it misses, the target after a rectifier.
@@ -66,16 +72,30 @@ class Samples:
         Where the old value is negative the rectifier gives 0, so that any negative value is as good. There the fitted
         layer's own outputs are the target if they are negative, and 0 otherwise.
         """
-        moments = Moments()
-        for patches, wanted, stream in self._read():
+        moments = Moments(self._first)
+        for patches, wanted, stream in self._samples():
             if fitted is not None:
                 wanted = self._after_rectifier(patches, wanted, stream, *fitted)
             moments.add(patches, wanted)
+        self._first = self._first or moments
         squares, products = moments.second(centered=self.free)
         weight = regression_target(old, squares, products)
         return Target(weight, squares, moments if self.free else None)
 
-    def _read(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:  # (g, n, D), (g, n, o), (g, n, o)
+    def _samples(self) -> Iterable[_Sample]:
+        """Return the samples; they are kept if they will be used again and are not too many."""
+        if self._kept is not None or not self.follows.rectified:
+            return self._read() if self._kept is None else self._kept
+        kept, size = [], 0
+        for sample in self._read():
+            kept.append(sample)
+            size += sum(part.numel() * part.element_size() for part in sample if part is not None)
+            if size > KEPT_BYTES:
+                return self._read()
+        self._kept = kept
+        return kept
+
+    def _read(self) -> Iterator[_Sample]:
         layer, groups = self.layer, getattr(self.layer, "groups", 1)
         outputs = self.pairs[0].y.shape[-1 if isinstance(layer, nn.Linear) else -1 - len(cast(Any, layer).kernel_size)]
         share = sampled_share(layer, sum(pair.y.numel() for pair in self.pairs) * groups // outputs)

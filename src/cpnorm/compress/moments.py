@@ -79,18 +79,18 @@ def patches_at(layer: nn.Module, x: Tensor, positions: Tensor) -> Tensor:  # -> 
     else:
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
         x, stride = F.pad(x, conv._reversed_padding_repeated_twice, mode=mode), conv.stride
-    index: list[Tensor] = []
-    rest = positions
+    # Rows of channels are contiguous with channels last, and copied several times as fast as single numbers.
+    index = positions.new_zeros(len(positions), *(1,) * dims)  # of the places that each output depends on
+    rest, step = positions, 1
     for dim in reversed(range(dims)):
         taps = torch.arange(conv.kernel_size[dim], device=x.device) * conv.dilation[dim]
         taps = taps.flip(0) if conv.transposed else taps
         at = (rest % space[dim])[:, None] * stride[dim] + taps  # (P, k)
-        index.insert(0, at.reshape(len(positions), *(-1 if other == dim else 1 for other in range(dims))))
-        rest = rest // space[dim]
-    everything: Any = (slice(None), slice(None), *index)
-    taken = x[everything]  # (N, I, P, k, ...)
-    taken = taken.reshape(len(x), conv.groups, -1, len(positions), math.prod(conv.kernel_size))
-    return taken.permute(1, 0, 3, 2, 4).reshape(conv.groups, len(x) * len(positions), -1).to(wide)
+        index = index + step * at.reshape(len(positions), *(-1 if other == dim else 1 for other in range(dims)))
+        rest, step = rest // space[dim], step * x.shape[2 + dim]
+    taken = x.flatten(2).mT.contiguous().index_select(1, index.flatten())  # (N, P * k ..., I)
+    taken = taken.reshape(len(x) * len(positions), math.prod(conv.kernel_size), conv.groups, -1)
+    return taken.permute(2, 0, 3, 1).reshape(conv.groups, len(x) * len(positions), -1).to(wide)
 
 
 def _spread(conv: Any, x: Tensor) -> Tensor:
@@ -137,12 +137,16 @@ class Moments:
 
     Samples are summed relative to the mean of the first ones, since in single precision a large mean would leave
     nothing of a small spread.
+
+    Args:
+        like: moments of the same patches with other outputs; the sums over patches alone are taken from there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, like: Moments | None = None) -> None:
         self.count = self.calls = 0
         self._shift: tuple[Tensor, Tensor] | None = None
         self._sums: list[Tensor] = []
+        self._like = like
 
     def add(self, patches: Tensor, outputs: Tensor | None = None) -> None:  # (g, n, D), (g, n, o)
         """Add these samples to the sums."""
@@ -150,19 +154,27 @@ class Moments:
         if self._shift is None:
             self._shift = patches.mean(1, keepdim=True), outputs.mean(1, keepdim=True)
         x, y = patches - self._shift[0], outputs - self._shift[1]
-        sums = [(x.mT @ x).double(), (y.mT @ x).double(), x.sum(1).double(), y.sum(1).double()]
+        sums = [(y.mT @ x).double(), y.sum(1).double()]
+        if self._like is None:
+            sums += [(x.mT @ x).double(), x.sum(1).double()]
         self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)] if self._sums else sums
         self.count += patches.shape[1]
+
+    def _of_patches(self) -> list[Tensor]:
+        """Return the sums over patches alone: second moments and first moments."""
+        return self._sums[2:] if self._like is None else self._like._of_patches()
 
     def means(self) -> tuple[Tensor, Tensor]:  # -> (g, D), (g, o)
         """Return the means of patches and outputs."""
         assert self._shift is not None
-        x, y = (total / self.count + shift[:, 0] for total, shift in zip(self._sums[2:4], self._shift, strict=True))
+        totals = self._of_patches()[1], self._sums[1]
+        x, y = (total / self.count + shift[:, 0] for total, shift in zip(totals, self._shift, strict=True))
         return x, y
 
     def second(self, centered: bool) -> tuple[Tensor, Tensor]:  # -> (g, D, D), (g, o, D)
         """Return E[x x^T] and E[y x^T], optionally centred at the means."""
-        squares, products, x, y = (total / self.count for total in self._sums[:4])
+        products, y = (total / self.count for total in self._sums[:2])
+        squares, x = (total / self.count for total in self._of_patches())
         squares = squares - x[..., :, None] * x[..., None, :]
         products = products - y[..., :, None] * x[..., None, :]
         if not centered:
@@ -226,7 +238,7 @@ def output_sensitivity(
     differentiated.
     """
     names = {tie_key(layer): name for name, layer in layers.items()}
-    generator = torch.Generator().manual_seed(0)
+    generators: dict[torch.device, torch.Generator] = {}
     found: dict[str, Tensor] = {}
     held: list[tuple[nn.Module, Tensor]] = []
 
@@ -246,7 +258,7 @@ def output_sensitivity(
                 outputs = [y for y in tensors_of(run(model, each)) if y.requires_grad]
                 if not outputs:
                     return None
-                drawn = [torch.randn(y.shape, generator=generator).to(y) for y in outputs]
+                drawn = [_direction(y, generators) for y in outputs]
                 gradients = torch.autograd.grad(outputs, [y for _, y in held], drawn, allow_unused=True)
                 for (layer, _), gradient in zip(held, gradients, strict=True):
                     if gradient is not None and bool(gradient.isfinite().all()):
@@ -259,6 +271,13 @@ def output_sensitivity(
         for hook in hooks:
             hook.remove()
     return {name: total / count for name, total in found.items()}
+
+
+def _direction(y: Tensor, generators: dict[torch.device, torch.Generator]) -> Tensor:
+    """Return normal numbers of the shape of y, drawn on its device: a language model has very many outputs."""
+    if y.device not in generators:
+        generators[y.device] = torch.Generator(y.device).manual_seed(0)
+    return torch.randn(y.shape, generator=generators[y.device], device=y.device).to(y.dtype)
 
 
 def _outer(layer: nn.Module, gradient: Tensor) -> Tensor:  # -> (g, o, o)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cpnorm.compress.calibrate import (
+from cpnorm.compress.calibration import (
     Calibration,
     fit_alone,
     has_statistics,
@@ -107,6 +108,10 @@ def _room(device: torch.device) -> float:
     return max(ALIVE_BYTES, free)
 
 
+class _FinishedError(Exception):
+    """Raised when nothing is left to fit: what follows the last layer need not run."""
+
+
 @dataclass
 class _Sequence:
     model: nn.Module
@@ -126,6 +131,7 @@ class _Sequence:
     free: dict[nn.Module, bool] = field(default_factory=dict)  # whether the mean of a layer's outputs can be corrected
     follows: dict[nn.Module, Successors] = field(default_factory=dict)
     logs: list[EventLog] = field(default_factory=list)
+    norms: int = 0
 
     def run(self) -> None:
         """Fit all layers in one pass over the network; fit layers that no input reaches independently."""
@@ -138,13 +144,14 @@ class _Sequence:
                 self.plain[module] = fold(copy.deepcopy(module))
                 self.free[module] = module in free
         norms = [module for module in self.model.modules() if has_statistics(module)]
-        stops = [*self.names, *norms]
+        self.norms, stops = len(norms), [*self.names, *norms]
         if self.regress:
             self._look_ahead(stops)
         jobs = [each for each in self.inputs for _ in range(2)]  # old and new: jobs 2b and 2b + 1 belong together
         wanted = {each.stream for each in self.follows.values() if each.stream is not None}
         self.logs = [EventLog(wanted) for _ in jobs]
-        run_in_lockstep(self.model, jobs, stops, self.visit, self.logs)
+        with suppress(_FinishedError):
+            run_in_lockstep(self.model, jobs, stops, self.visit, self.logs)
         for name in self.ranks:
             if name not in self.new:
                 self.forms[name] = fit_alone(self.layers[name], self.calibrations[name], self.ranks[name])
@@ -167,10 +174,15 @@ class _Sequence:
         self.follows = successors(log.events, self.names)
 
     def visit(self, module: nn.Module, calls: list[Call]) -> None:
-        """Compute the outputs of a layer or batch norm; fit it at the first visit."""
+        """Compute the outputs of a layer or batch norm; fit it at the first visit. End the runs when all are fitted."""
         if isinstance(module, _BatchNorm):
             self._visit_norm(module, calls)
-            return
+        else:
+            self._visit_layer(module, calls)
+        if len(self.new) == len(self.old) and len(self.statistics) == self.norms:
+            raise _FinishedError
+
+    def _visit_layer(self, module: nn.Module, calls: list[Call]) -> None:
         name, layer = self.names[module], cast(CPLayer, module)
         for call in calls:
             if call.job % 2 == 0:

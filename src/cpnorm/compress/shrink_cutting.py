@@ -24,28 +24,28 @@ FOR_SPEED = 0.98  # share of a parameter budget for terms; the rest is for faste
 NEARLY = 1.05  # a faster form of a layer may have this many times the fewest parameters
 
 
-def cut_within(job: ShrinkJob, budget: str, amount: float, exact: nn.Module) -> nn.Module:
+def cut_within(job: ShrinkJob, budget: str, amount: float) -> nn.Module:
     """Return the canonical model, truncated so that its plain form is within the budget."""
     if budget == "accuracy_drop":
-        return _by_accuracy(job, amount, exact)
+        return _by_accuracy(job, amount)
     if budget == "latency_ms":
-        return _by_latency(job, amount, exact)
-    before = count_parameters(job.model) if budget == "parameters" else flops_of(job.model, job.example)
+        return _by_latency(job, amount)
+    before = count_parameters(job.model) if budget == "parameters" else job.flops
     limit = int(amount * before) if amount < 1 else int(amount)
     if limit >= before:
         raise ValueError(f"{budget}: expected less than the model's {before:,}, got {amount:g}")
-    least = _least_parameters(exact)
+    least = _least_parameters(job.exact)
     if budget == "parameters" and limit < least:
         raise ValueError(
             f"parameters: expected at least {least:,} ({100 * least / before:.3g} % of {before:,}), which leave "
-            f"one term in each of {len(canonical_layers(exact))} layers and all other parameters, got {amount:g}"
+            f"one term in each of {len(canonical_layers(job.exact))} layers and all other parameters, got {amount:g}"
         )
     target, job.limit = limit, limit if budget == "parameters" else None
-    if budget == "parameters" and any(len(layer.modes) > 3 for layer in canonical_layers(exact).values()):
+    if budget == "parameters" and any(len(layer.modes) > 3 for layer in canonical_layers(job.exact).values()):
         target = max(least, int(FOR_SPEED * limit))
     for attempt in range(ATTEMPTS):
         last = attempt == ATTEMPTS - 1
-        candidate = exact if last else copy.deepcopy(exact)
+        candidate = copy.deepcopy(job.exact)
         cut_to(job, candidate, budget, target)
         small = plain_model(budget_forms(job, candidate, budget), candidate)
         got = count_parameters(small) if budget == "parameters" else flops_of(small, job.example)
@@ -61,23 +61,24 @@ def cut_within(job: ShrinkJob, budget: str, amount: float, exact: nn.Module) -> 
 
 def cut_to(job: ShrinkJob, candidate: nn.Module, budget: str, target: int, **changed: Any) -> None:
     """Truncate in place to a number of parameters or FLOPs."""
-    options: dict[str, Any] = {"data": job.batches, "progress": partial(job.report_progress, "cutting"), **changed}
+    options: dict[str, Any] = {"progress": partial(job.report_progress, "cutting"), **changed}
+    options = options if "data" in options else options | {"data": job.calibrated}
     if budget == "parameters":
         truncate(candidate, params=target, **options)
     else:
         counted = sum(work.dense for work in count_work(job.model, job.example).values())
-        others = flops_of(job.model, job.example) - counted  # such as attention's products, which truncation leaves
+        others = job.flops - counted  # such as attention's products, which truncation leaves
         truncate(candidate, flops=target - others, example_input=job.example, **options)
 
 
-def _by_accuracy(job: ShrinkJob, drop: float, exact: nn.Module) -> nn.Module:
+def _by_accuracy(job: ShrinkJob, drop: float) -> nn.Module:
     allowed = job.score(job.model) - drop
     whole, best, high = count_parameters(job.model), None, 1.0
-    low = min(1.0, _least_parameters(exact) / whole)
+    low = min(1.0, _least_parameters(job.exact) / whole)
     for probe in range(PROBES):
         job.progress("bisecting", probe, PROBES)
         share = math.sqrt(low * high)
-        candidate = copy.deepcopy(exact)
+        candidate = copy.deepcopy(job.exact)
         cut_to(job, candidate, "parameters", math.ceil(share * whole))
         score = job.score(candidate)
         if score >= allowed:
@@ -91,13 +92,13 @@ def _by_accuracy(job: ShrinkJob, drop: float, exact: nn.Module) -> nn.Module:
     return best
 
 
-def _by_latency(job: ShrinkJob, limit: float, exact: nn.Module) -> nn.Module:
-    whole, low, high, share = flops_of(job.model, job.example), 0.0, 1.0, 0.0
+def _by_latency(job: ShrinkJob, limit: float) -> nn.Module:
+    whole, low, high, share = job.flops, 0.0, 1.0, 0.0
     quickly = {"refit": "none", "data": job.batches[:1]}  # the time depends on the ranks only
     least = math.inf
     for probe in range(PROBES):
         job.progress("bisecting", probe, PROBES)
-        middle, candidate = (low + high) / 2, copy.deepcopy(exact)
+        middle, candidate = (low + high) / 2, copy.deepcopy(job.exact)
         try:
             cut_to(job, candidate, "flops", math.ceil(middle * whole), **quickly)
         except ValueError:  # fewer than one term in each layer
@@ -110,7 +111,7 @@ def _by_latency(job: ShrinkJob, limit: float, exact: nn.Module) -> nn.Module:
         else:
             high = middle
     for slack in (1.0, 0.9, 0.8) if share else ():  # timings are noisy
-        candidate = copy.deepcopy(exact)
+        candidate = copy.deepcopy(job.exact)
         cut_to(job, candidate, "flops", math.ceil(slack * share * whole))
         taken = job.milliseconds(plain_model(budget_forms(job, candidate, "latency_ms"), candidate))
         least = min(least, taken)

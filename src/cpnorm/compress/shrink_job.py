@@ -5,20 +5,23 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from cpnorm.compress.calibration import Calibrated, calibrate
 from cpnorm.compress.calibration_data import Batch, Metric, accuracy, batch_size, relative_error
 from cpnorm.compress.shrink_report import ShrinkReport, ShrunkLayer
 from cpnorm.compress.truncation_job import Progress
 from cpnorm.deploy.factorization import Factorization
 from cpnorm.deploy.timing import fastest
 from cpnorm.nn.canonical import count_parameters
+from cpnorm.nn.convert import canonical_layers
 from cpnorm.nn.coverage import DenseLayer
 from cpnorm.nn.running import evaluating, run, to_device_of, without_attention_fast_path
 
@@ -37,6 +40,19 @@ class ShrinkJob:
     progress: Progress
     limit: int | None = None  # parameters that the result may have
     stacked: dict[str, tuple[str, ...]] = field(default_factory=dict)  # names of layers that are decomposed together
+    exact: nn.Module = field(default_factory=nn.Module)  # a copy of the model in exact canonical form
+    dense: dict[str, str] = field(default_factory=dict)  # the reasons why layers stay dense, by name
+
+    @cached_property
+    def calibrated(self) -> Calibrated:
+        """The exact form, measured on the data."""
+        self.progress("measuring the layers on the data", 0, 1)
+        return calibrate(self.exact, self.batches)
+
+    @cached_property
+    def flops(self) -> int:
+        """FLOPs of the model on the example input."""
+        return flops_of(self.model, self.example)
 
     @property
     def samples(self) -> int:
@@ -89,20 +105,17 @@ class ShrinkJob:
         self,
         budget: str,
         small: nn.Module,
-        shapes: dict[str, tuple[str, tuple[int, ...]]],
         choice: Factorization,
-        dense: dict[str, str],
         verified: float,
         steps: list[str],
         started: float,
     ) -> ShrinkReport:
         """Compare the small model with the given one."""
-        with torch.no_grad(), evaluating(self.model):
-            error = relative_error((run(small, x), run(self.model, x)) for x, _ in self.batches)
-        scores, metric = self._scores(small)
+        error, scores = self._compared(small)
         before, after = self.milliseconds(self.model, small)
         layers = []
-        for name, (kind, shape) in shapes.items():
+        for name, canonical in canonical_layers(self.exact).items():
+            kind, shape = canonical.plain.__name__, canonical.modes
             form, members = choice.layers.get(name), self.stacked.get(name, (name,))
             module = nn.ModuleList(small.get_submodule(member) for member in members)  # shared parameters count once
             biases = sum(p.numel() for key, p in module.named_parameters() if key.endswith("bias"))
@@ -112,7 +125,7 @@ class ShrinkJob:
                 ShrunkLayer(title, kind, shape, terms, called, math.prod(shape) + biases, count_parameters(module))
             )
         modules = dict(small.named_modules())
-        sizes = {n: sum(p.numel() for p in modules[n]._parameters.values() if p is not None) for n in dense}
+        sizes = {n: sum(p.numel() for p in modules[n]._parameters.values() if p is not None) for n in self.dense}
         return ShrinkReport(
             network=type(self.model).__name__,
             budget=budget,
@@ -121,27 +134,43 @@ class ShrinkJob:
             steps=tuple(steps),
             parameters_before=count_parameters(self.model),
             parameters_after=count_parameters(small),
-            flops_before=flops_of(self.model, self.example),
+            flops_before=self.flops,
             flops_after=flops_of(small, self.example),
             milliseconds_before=before,
             milliseconds_after=after,
             output_error=error,
-            metric=metric,
-            metric_before=scores[0],
-            metric_after=scores[1],
+            metric=None if scores is None else getattr(self.metric or accuracy, "__name__", "metric"),
+            metric_before=scores and scores[0],
+            metric_after=scores and scores[1],
             verification_error=verified,
             layers=tuple(layers),
-            dense=tuple(DenseLayer(name, sizes[name], reason) for name, reason in dense.items()),
+            dense=tuple(DenseLayer(name, sizes[name], reason) for name, reason in self.dense.items()),
             seconds=time.perf_counter() - started,
         )
 
-    def _scores(self, small: nn.Module) -> tuple[tuple[float | None, float | None], str | None]:
-        if self.metric is None:
-            try:
-                return (self.score(self.model), self.score(small)), "accuracy"
-            except ValueError:  # the targets are not class indices
-                return (None, None), None
-        return (self.score(self.model), self.score(small)), getattr(self.metric, "__name__", "metric")
+    @torch.no_grad()
+    def _compared(self, small: nn.Module) -> tuple[float, tuple[float, float] | None]:
+        """Return the error of the outputs, and the metric of both models unless there are no targets for it."""
+        totals: list[float] | None = [0.0, 0.0]
+
+        def pairs() -> Iterator[tuple[Any, Any]]:
+            nonlocal totals
+            for inputs, targets in self.batches:
+                outputs = run(self.model, inputs), run(small, inputs)
+                if totals is not None:
+                    wanted, size = to_device_of(self.model, targets), batch_size(inputs) / self.samples
+                    try:
+                        found = [size * float((self.metric or accuracy)(y, wanted)) for y in outputs]
+                        totals = [total + part for total, part in zip(totals, found, strict=True)]
+                    except ValueError:  # the targets are not class indices
+                        if self.metric is not None:
+                            raise
+                        totals = None
+                yield outputs[1], outputs[0]
+
+        with evaluating(self.model), evaluating(small):
+            error = relative_error(pairs())
+        return error, None if totals is None else (totals[0], totals[1])
 
 
 def flops_of(model: nn.Module, example: Any) -> int:

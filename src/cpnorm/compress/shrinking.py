@@ -87,36 +87,92 @@ def shrink(
     >>> small.report.parameters_before, small.report.parameters_after <= 4810 // 2
     (4810, True)
     """
-    check_model(model)
-    started = time.perf_counter()
-    budget, amount = _only_budget(
-        parameters=parameters, flops=flops, latency_ms=latency_ms, accuracy_drop=accuracy_drop
+    budget = {"parameters": parameters, "flops": flops, "latency_ms": latency_ms, "accuracy_drop": accuracy_drop}
+    _only_budget(**budget)  # before the data are read
+    shrinker = Shrinker(
+        model,
+        data,
+        metric=metric,
+        example_input=example_input,
+        samples=samples,
+        skip=skip,
+        together=together,
+        progress=progress,
     )
-    batches = as_batches(data, samples)
-    example = first_sample(model, batches[0][0]) if example_input is None else example_input
-    report_step = progress or (lambda what, done, total: None)
-    job = ShrinkJob(model, batches, example, metric, report_step)
-    exact, dense = _canonical_form(job, skip, together=together and budget in ("parameters", "accuracy_drop"))
-    shapes = {name: (layer.plain.__name__, layer.modes) for name, layer in canonical_layers(exact).items()}
-    steps = ["exact canonical form"]
-    cut = cut_within(job, budget, amount, exact)
-    steps.append(f"cut and fitted to the outputs on {job.samples:,} samples")
-    if finetune is not None:
-        report_step("fine-tuning", 0, 1)
-        returned = finetune(cut.train())
-        cut = returned if isinstance(returned, nn.Module) else cut
-        renormalize(cut)
-        steps.append("fine-tuned")
-    cut.eval()
-    report_step("factorising", 0, 1)
-    choice = budget_forms(job, cut, budget)
-    small = plain_model(choice, cut)
-    verified = job.verify(small, cut)
-    steps.append("factorised into plain layers, outputs verified")
-    report_step("measuring", 0, 1)
-    report = job.report(f"{budget}={amount:g}", small, shapes, choice, dense, verified, steps, started)
-    report_step("done", 1, 1)
-    return Shrunk(small, cut, report)
+    return shrinker.shrink(finetune=finetune, **budget)
+
+
+class Shrinker:
+    """A trained network, measured on data once, of which small models can be made under several budgets.
+
+    The arguments are those of ``shrink``, and so are those of its method of that name. Canonical form and measurements
+    are kept between its calls.
+
+    >>> import torch
+    >>> shrinker = Shrinker(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)), torch.randn(256, 64))
+    >>> half, third = shrinker.shrink(parameters=1 / 2), shrinker.shrink(parameters=1 / 3)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Any,
+        *,
+        metric: Metric | None = None,
+        example_input: Any = None,
+        samples: int = 512,
+        skip: Skip = (),
+        together: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        check_model(model)
+        self.batches = as_batches(data, samples)
+        self.example = first_sample(model, self.batches[0][0]) if example_input is None else example_input
+        self.model, self.metric, self.skip, self.together = model, metric, skip, together
+        self.progress = progress or (lambda what, done, total: None)
+        self._prepared: dict[bool, ShrinkJob] = {}
+
+    def shrink(
+        self,
+        *,
+        parameters: float | None = None,
+        flops: float | None = None,
+        latency_ms: float | None = None,
+        accuracy_drop: float | None = None,
+        finetune: Callable[[nn.Module], Any] | None = None,
+    ) -> Shrunk:
+        """Make a small model under exactly one budget; see ``cpnorm.shrink``."""
+        started = time.perf_counter()
+        budget, amount = _only_budget(
+            parameters=parameters, flops=flops, latency_ms=latency_ms, accuracy_drop=accuracy_drop
+        )
+        job = self._job(self.together and budget in ("parameters", "accuracy_drop"))
+        steps = ["exact canonical form"]
+        cut = cut_within(job, budget, amount)
+        steps.append(f"cut and fitted to the outputs on {job.samples:,} samples")
+        if finetune is not None:
+            self.progress("fine-tuning", 0, 1)
+            returned = finetune(cut.train())
+            cut = returned if isinstance(returned, nn.Module) else cut
+            renormalize(cut)
+            steps.append("fine-tuned")
+        cut.eval()
+        self.progress("factorising", 0, 1)
+        choice = budget_forms(job, cut, budget)
+        small = plain_model(choice, cut)
+        verified = job.verify(small, cut)
+        steps.append("factorised into plain layers, outputs verified")
+        self.progress("measuring", 0, 1)
+        report = job.report(f"{budget}={amount:g}", small, choice, verified, steps, started)
+        self.progress("done", 1, 1)
+        return Shrunk(small, cut, report)
+
+    def _job(self, together: bool) -> ShrinkJob:
+        if together not in self._prepared:
+            job = ShrinkJob(self.model, self.batches, self.example, self.metric, self.progress)
+            _prepare(job, self.skip, together)
+            self._prepared[together] = job
+        return self._prepared[together]
 
 
 def _only_budget(**offered: Any) -> tuple[str, float]:
@@ -127,8 +183,8 @@ def _only_budget(**offered: Any) -> tuple[str, float]:
     return name, float(amount)
 
 
-def _canonical_form(job: ShrinkJob, skip: Skip, together: bool) -> tuple[nn.Module, dict[str, str]]:
-    """Return a copy of the model at exact ranks, and the reasons why layers stay dense, by name."""
+def _prepare(job: ShrinkJob, skip: Skip, together: bool) -> None:
+    """Store a copy of the model at exact ranks, and the reasons why layers stay dense, in the job."""
     canonical = copy.deepcopy(job.model).eval()
     reasons: dict[str, str] = {}
     if not canonical_layers(canonical):
@@ -148,7 +204,7 @@ def _canonical_form(job: ShrinkJob, skip: Skip, together: bool) -> tuple[nn.Modu
             reasons[name] = form.reason
     if not canonical_layers(canonical):
         raise ValueError(f"no layer of {type(job.model).__name__} can be cut: {reasons}")
-    return canonical, reasons
+    job.exact, job.dense = canonical, reasons
 
 
 def _with_siblings(job: ShrinkJob, canonical: nn.Module, skip: Skip) -> nn.Module:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cpnorm._checks import check_model, is_number
-from cpnorm.compress.calibrate import calibrate
+from cpnorm.compress.calibration import Calibrated, calibrate
 from cpnorm.compress.calibration_data import (
     Batch,
     Metric,
@@ -150,17 +150,18 @@ def sweep(
     expected = _outputs(model, measured)
     name, score = _metric(metric, expected, measured)
     points = []
+    calibrated = calibrate(canonical, batches)
     for done, budget in enumerate(budgets):
         if progress:
             progress(f"{100 * budget:g} % of the parameters", done, len(budgets))
         truncated = copy.deepcopy(canonical)
-        report = truncate(truncated, params=float(budget), data=batches, **options)
+        report = truncate(truncated, params=float(budget), data=calibrated, **options)
         outputs = _outputs(truncated, measured)
         error = relative_error(zip(outputs, expected, strict=True))
         points.append(SweepPoint(budget, report.parameters_after, error, score(outputs) if score else None))
     if progress:
         progress("", len(budgets), len(budgets))
-    whole, layers = score(expected) if score else None, _sensitivity(canonical, batches)
+    whole, layers = score(expected) if score else None, _sensitivity(canonical, calibrated)
     return Sweep(count_parameters(dense), name, whole, tuple(points), layers)
 
 
@@ -194,15 +195,13 @@ def _metric(
     return getattr(chosen, "__name__", "metric"), mean
 
 
-def _sensitivity(model: nn.Module, batches: Sequence[Batch]) -> tuple[LayerSensitivity, ...]:
+def _sensitivity(model: nn.Module, calibrated: Calibrated) -> tuple[LayerSensitivity, ...]:
     """Return the expected error of the outputs if each layer alone is cut to half of its parameters."""
     layers = canonical_layers(model)
-    inputs = [inputs for inputs, _ in batches]
-    found, _ = calibrate(model, layers, inputs)
-    samples = sum(map(batch_size, inputs))
-    norm = sum(y.double().square().sum().item() for outputs in _outputs(model, batches) for y in outputs)
+    samples = sum(batch_size(inputs) for inputs, _ in calibrated)
+    norm = sum(y.double().square().sum().item() for outputs in _outputs(model, calibrated.batches) for y in outputs)
     rows = []
-    for name, calibration in found.items():
+    for name, calibration in calibrated.layers.items():
         size = calibration.problem.weight.numel()
         rank = max(1, min(layers[name].rank, (size // 2 - 1) // (1 + sum(layers[name].modes))))
         squared = calibration.importance * calibration.candidates.expected_error(rank) * samples / max(norm, 1e-300)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cpnorm._checks import check_int, check_type
+from cpnorm.compress.calibration import Calibrated
 from cpnorm.compress.calibration_data import as_batches, batch_size
 from cpnorm.compress.distributed import truncate_wrapped
 from cpnorm.compress.optimizer_state import cut_states
@@ -96,7 +97,8 @@ def truncate(
             an optimizer, because it keeps the optimizer's state meaningful.
         data: a DataLoader, a tensor of inputs, or batches of inputs, of (inputs, targets) or of keyword arguments;
             inputs are one argument, a tuple of them, or a mapping by name. A few hundred samples are plenty. Targets
-            are needed for ``loss`` and "taylor" only. Statistics of batch norms are adapted to the truncated model.
+            are needed for ``loss`` and "taylor" only. The result of ``calibrate`` saves time if copies of one model are
+            cut to several budgets. Statistics of batch norms are adapted to the truncated model.
         loss_function: a function of (outputs, targets), averaged over the batch.
         example_input: the input for which FLOPs are counted.
         optimizer: one or several optimizers, whose state is cut to the kept terms, so that training can continue.
@@ -136,7 +138,8 @@ def truncate(
     if budget == "flops" and not any(tie_key(layer) in work for layer in layers.values()):
         raise ValueError("example_input: expected one that reaches a canonical layer, got one that reaches none")
 
-    job = TruncationJob(model, layers, batches, criterion, refit, loss_function, progress)
+    known = data if isinstance(data, Calibrated) else None
+    job = TruncationJob(model, layers, batches, criterion, refit, loss_function, progress, known)
     multiple = check_int("round_ranks", round_ranks)
     amount = absolute_budget(budget, amount, model, work)
     present = {"params": count_parameters(model), "flops": all_flops(model, work)}.get(budget)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cpnorm.compress import budgets
 from cpnorm.compress.budgets import Elimination
-from cpnorm.compress.calibrate import Calibration, calibrate, fit_alone
+from cpnorm.compress.calibration import Calibrated, Calibration, calibrate_layers, fit_alone
 from cpnorm.compress.calibration_data import Batch
 from cpnorm.compress.probe import LossFunction, mean_loss, output_gram, taylor_scores, term_moments
 from cpnorm.compress.refit import Fitted, fit
@@ -35,6 +35,7 @@ class TruncationJob:
     refit: str
     loss_function: LossFunction
     progress: Progress | None
+    calibrated: Calibrated | None = None  # if it was measured before
 
     @property
     def inputs(self) -> list[Any]:
@@ -45,7 +46,9 @@ class TruncationJob:
         """The calibration of each layer that the data reach, and the bytes that feature maps take."""
         if self.refit != "calibrated":
             return {}, 0
-        found = calibrate(self.model, self.layers, self.inputs)
+        if self.calibrated is not None:
+            return self.calibrated.of(self.layers)
+        found = calibrate_layers(self.model, self.layers, self.inputs)
         expect_finite({name: [each.problem.inputs] for name, each in found[0].items()}, "the inputs")
         return found
 

@@ -99,11 +99,11 @@ def run_shrink(
         def tell(what: str, done: int, total: int) -> None:
             bar.update(task, description=what, completed=done, total=total)
 
-        options: dict[str, Any] = {"samples": samples, "skip": skip}
-        small = cpnorm.shrink(model, found.calibration, **budget, **options, progress=tell)
+        shrinker = cpnorm.Shrinker(model, found.calibration, samples=samples, skip=skip, progress=tell)
+        small = shrinker.shrink(**budget)
         name, measure = _quality(found)
         outcome = Outcome(small, name, measure(model, model), measure(small.model, model), [], [])
-        outcome.curve = _curve(model, small, found, outcome, measure, options, tell) if curve else []
+        outcome.curve = _curve(shrinker, small, outcome, measure) if curve else []
         outcome.examples = _examples(model, small.model, found)
         tell("writing files", 0, 1)
         out.mkdir(parents=True, exist_ok=True)
@@ -168,28 +168,21 @@ def _quality(data: UserData) -> tuple[str, Callable[[nn.Module, nn.Module], floa
 
 
 def _curve(
-    model: nn.Module,
-    small: cpnorm.Shrunk,
-    data: UserData,
-    outcome: Outcome,
-    measure: Callable[[nn.Module, nn.Module], float],
-    options: dict[str, Any],
-    tell: Callable[[str, int, int], None],
+    shrinker: cpnorm.Shrinker, small: cpnorm.Shrunk, outcome: Outcome, measure: Callable[[nn.Module, nn.Module], float]
 ) -> list[Point]:
     """Return the budgets around the one asked for; those that cannot be met are left out."""
     report = small.report
     share = report.parameters_after / report.parameters_before
     points = [Point(share, report.parameters_after, report.output_error, outcome.quality_after, asked_for=True)]
-    for number, factor in enumerate(CURVE):
-        tell("budgets around it", number, len(CURVE))
+    for factor in CURVE:
         if factor * share >= 0.95:
             continue
         try:
-            other = cpnorm.shrink(model, data.calibration, parameters=factor * share, **options)
+            other = shrinker.shrink(parameters=factor * share)
         except ValueError:  # less than one term in each layer
             continue
         after = other.report
-        quality = measure(other.model, model)
+        quality = measure(other.model, shrinker.model)
         found = after.parameters_after / after.parameters_before
         points.append(Point(found, after.parameters_after, after.output_error, quality))
     return sorted(points, key=lambda point: point.share)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from cpnorm.compress.calibration_data import Batch, as_batches
 from cpnorm.compress.moments import input_moments, output_sensitivity, outputs_first
 from cpnorm.compress.refit import Fitted
 from cpnorm.cp.calibrated import fit
 from cpnorm.cp.output_metric import Candidates, Problem
 from cpnorm.cp.tensor import CPTensor
 from cpnorm.nn.canonical import CPLayer, tie_key
+from cpnorm.nn.convert import canonical_layers
 from cpnorm.nn.planner import linear_modes
 
 
@@ -39,7 +42,57 @@ class Calibration:
         return -self.importance * math.log1p(-min(self.candidates.expected_error(rank), 1 - 1e-9))
 
 
-def calibrate(
+@dataclass(frozen=True, eq=False)
+class Calibrated:
+    """What ``calibrate`` returns: data, and what they say about every layer of one model. Iterates over the batches."""
+
+    batches: list[Batch]
+    layers: dict[str, Calibration]
+    bytes_alive: int  # of the largest feature maps, over all batches
+    forms: dict[str, CPTensor]  # that were measured
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+    def of(self, layers: Mapping[str, CPLayer]) -> tuple[dict[str, Calibration], int]:
+        """Return the calibrations of these layers; raise if their terms are not those that were measured."""
+        for name, layer in layers.items():
+            if name not in self.forms or not _same(self.forms[name], layer.cp):
+                which = name or "the layer"
+                raise ValueError(f"data: calibrated on another model, of which {which} differs; calibrate this one")
+        return {name: each for name, each in self.layers.items() if name in layers}, self.bytes_alive
+
+
+def _same(one: CPTensor, other: CPTensor) -> bool:
+    pairs = zip((one.sigma, one.lambdas, *one.factors), (other.sigma, other.lambdas, *other.factors), strict=True)
+    return len(one.factors) == len(other.factors) and all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def calibrate(model: nn.Module, data: Any) -> Calibrated:
+    """Measure on data what ``truncate`` needs to know of every layer; copies of the model can then be cut repeatedly.
+
+    The result takes the place of the data in ``truncate``, for several budgets from one measurement.
+
+    Args:
+        model: a model in canonical form; it does not change.
+        data: as for ``truncate``.
+
+    >>> import copy, cpnorm
+    >>> model = cpnorm.canonical_norm(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10)))
+    >>> measured = cpnorm.calibrate(model, torch.randn(64, 32))
+    >>> for share in (0.5, 0.3):
+    ...     report = cpnorm.truncate(copy.deepcopy(model), params=share, data=measured)
+    """
+    layers, batches = canonical_layers(model), as_batches(data)
+    found, bytes_alive = calibrate_layers(model, layers, [inputs for inputs, _ in batches])
+    forms = {name: CPTensor(y.cp.sigma.clone(), y.cp.lambdas.clone(), tuple(f.clone() for f in y.cp.factors))
+             for name, y in layers.items()}  # fmt: skip
+    return Calibrated(batches, found, bytes_alive, forms)
+
+
+def calibrate_layers(
     model: nn.Module, layers: Mapping[str, CPLayer], inputs: Sequence[Any]
 ) -> tuple[dict[str, Calibration], int]:
     """Return the calibration of each layer that the data reach, and the bytes that feature maps take."""
