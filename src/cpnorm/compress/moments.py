@@ -7,7 +7,7 @@ positions, since neighbouring positions are nearly equal.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -194,6 +194,21 @@ def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     return cast(Tensor, (*args, *kwargs.values())[0])
 
 
+Versioned = tuple[Tensor, int]  # a tensor and how often it had been written in place
+
+
+def versioned(*tensors: Tensor) -> list[Versioned]:
+    """Return tensors with their versions, to compare with later; nothing for inference tensors, which have none."""
+    return [] if any(x.is_inference() for x in tensors) else [(x, x._version) for x in tensors]
+
+
+def are_unchanged(before: Sequence[Versioned], tensors: Sequence[Tensor]) -> bool:
+    """Return True if these are the same tensors as before, and not written since."""
+    return bool(before) and all(
+        x is y and version == y._version for (x, version), y in zip(before, tensors, strict=True)
+    )
+
+
 @dataclass(frozen=True)
 class Inputs:
     """The inputs of a model's layers."""
@@ -206,11 +221,15 @@ def input_moments(model: nn.Module, layers: Mapping[str, CPLayer], inputs: Seque
     """Return the moments of the inputs of these layers over all data, in one pass."""
     names = {tie_key(layer): name for name, layer in layers.items()}
     found: dict[str, Moments] = {}
+    latest: dict[nn.Module, list[Versioned]] = {}
     largest = 0
 
     def seen(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal largest
         x = first_argument(args, kwargs)
+        if are_unchanged(latest.get(layer, []), [x]):
+            return  # the parts of stacked layers call the whole with the same input
+        latest[layer] = versioned(x)
         largest = max(largest, x.numel() * x.element_size())
         name = names.get(tie_key(layer))
         if name is None or patch_size(layer) is None or not x.numel():
@@ -240,14 +259,15 @@ def output_sensitivity(
     names = {tie_key(layer): name for name, layer in layers.items()}
     generators: dict[torch.device, torch.Generator] = {}
     found: dict[str, Tensor] = {}
-    held: list[tuple[nn.Module, Tensor]] = []
+    held: list[tuple[nn.Module, Tensor, Tensor]] = []
 
-    def hold(layer: nn.Module, _: Any, y: Tensor) -> Tensor:
+    def hold(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> Tensor:
         y = y if y.requires_grad else y.detach().requires_grad_()
-        held.append((layer, y))
+        held.append((layer, first_argument(args, kwargs), y))
         return y.clone()  # the next module may change it in place
 
-    hooks = [m.register_forward_hook(hold) for m in model.modules() if isinstance(m, CPLayer) and tie_key(m) in names]
+    hooked_layers = [m for m in model.modules() if isinstance(m, CPLayer) and tie_key(m) in names]
+    hooks = [m.register_forward_hook(hold, with_kwargs=True) for m in hooked_layers]
     count = 0
     try:
         with evaluating(model), torch.enable_grad():
@@ -259,9 +279,9 @@ def output_sensitivity(
                 if not outputs:
                     return None
                 drawn = [_direction(y, generators) for y in outputs]
-                gradients = torch.autograd.grad(outputs, [y for _, y in held], drawn, allow_unused=True)
-                for (layer, _), gradient in zip(held, gradients, strict=True):
-                    if gradient is not None and bool(gradient.isfinite().all()):
+                gradients = torch.autograd.grad(outputs, [y for *_, y in held], drawn, allow_unused=True)
+                for layer, gradient in _by_input(held, gradients):
+                    if bool(gradient.isfinite().all()):
                         name = names[tie_key(layer)]
                         found[name] = found.get(name, 0.0) + _outer(layer, gradient)
                 count += batch_size(each)
@@ -271,6 +291,18 @@ def output_sensitivity(
         for hook in hooks:
             hook.remove()
     return {name: total / count for name, total in found.items()}
+
+
+def _by_input(
+    held: Sequence[tuple[nn.Module, Tensor, Tensor]], gradients: Sequence[Tensor | None]
+) -> Iterable[tuple[nn.Module, Tensor]]:
+    """Return layers with their gradients, added up over the calls of a layer with the same input."""
+    sums: dict[tuple[nn.Module, int], Tensor] = {}
+    for (layer, x, _), gradient in zip(held, gradients, strict=True):
+        if gradient is not None:
+            key = layer, id(x)  # which is alive
+            sums[key] = sums[key] + gradient if key in sums and sums[key].shape == gradient.shape else gradient
+    return [(layer, gradient) for (layer, _), gradient in sums.items()]
 
 
 def _direction(y: Tensor, generators: dict[torch.device, torch.Generator]) -> Tensor:

@@ -24,7 +24,7 @@ from cpnorm.compress.calibration import (
 )
 from cpnorm.compress.layer_target import Pair, Samples, Target
 from cpnorm.compress.lockstep import Call, run_in_lockstep
-from cpnorm.compress.moments import first_argument, outputs_first
+from cpnorm.compress.moments import Versioned, are_unchanged, first_argument, outputs_first, versioned
 from cpnorm.compress.refit import Fitted, regress_outputs
 from cpnorm.compress.successors import EventLog, Successors, successors
 from cpnorm.cp.calibrated import fit
@@ -131,6 +131,7 @@ class _Sequence:
     free: dict[nn.Module, bool] = field(default_factory=dict)  # whether the mean of a layer's outputs can be corrected
     follows: dict[nn.Module, Successors] = field(default_factory=dict)
     logs: list[EventLog] = field(default_factory=list)
+    latest: dict[int, tuple[nn.Module, list[Versioned]]] = field(default_factory=dict)  # input and output, by job
     norms: int = 0
 
     def run(self) -> None:
@@ -186,14 +187,24 @@ class _Sequence:
         name, layer = self.names[module], cast(CPLayer, module)
         for call in calls:
             if call.job % 2 == 0:
-                call.result = self._forward(layer, call, self.old[name], cast(Tensor | None, layer.bias))
+                call.result = self._result(layer, call, self.old[name], cast(Tensor | None, layer.bias))
         if name not in self.new:
             if self.progress:
                 self.progress(name, len(self.new), len(self.old))
             self.new[name] = self._fitted(name, layer, calls)
         for call in calls:
             if call.job % 2:
-                call.result = self._forward(layer, call, *self.new[name])
+                call.result = self._result(layer, call, *self.new[name])
+
+    def _result(self, layer: CPLayer, call: Call, weight: Tensor, bias: Tensor | None) -> Any:
+        """Return the outputs; those of a call with the same input just before it, such as a part of stacked layers."""
+        x = first_argument(call.args, call.kwargs)
+        before, seen = self.latest.get(call.job, (None, []))
+        if before is layer and seen and are_unchanged(seen, [x, seen[1][0]]):
+            return seen[1][0]
+        y = self._forward(layer, call, weight, bias)
+        self.latest[call.job] = (layer, versioned(x, y))
+        return y
 
     def _forward(self, layer: CPLayer, call: Call, weight: Tensor, bias: Tensor | None) -> Any:
         plain = self.plain[layer]
