@@ -241,6 +241,7 @@ def input_moments(model: nn.Module, layers: Mapping[str, CPLayer], inputs: Seque
 
     for each in inputs:
         watch(model, each, seen)
+        latest.clear()
     return Inputs(found, largest * len(inputs))
 
 

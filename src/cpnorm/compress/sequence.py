@@ -22,7 +22,6 @@ from cpnorm.compress.calibration import (
     modes_by_patch,
     terms_by_patch,
 )
-from cpnorm.compress.calibration_data import first_sample
 from cpnorm.compress.layer_target import Pair, Samples, Target
 from cpnorm.compress.lockstep import Call, run_in_lockstep
 from cpnorm.compress.moments import Versioned, are_unchanged, first_argument, outputs_first, versioned
@@ -161,7 +160,7 @@ class _Sequence:
             self.progress("", len(self.old), len(self.old))
 
     def _look_ahead(self, stops: list[nn.Module]) -> None:
-        """Find out what follows each layer, by one run of the old network on one sample, since the log keeps all values."""
+        """Find out what follows each layer, by one run of the old network."""
         log = EventLog(record=True)
 
         def visit(module: nn.Module, calls: list[Call]) -> None:
@@ -172,7 +171,7 @@ class _Sequence:
                     layer = cast(CPLayer, module)
                     call.result = self._forward(layer, call, self.old[self.names[layer]], cast(Any, layer.bias))
 
-        run_in_lockstep(self.model, [first_sample(self.model, self.inputs[0])], stops, visit, [log])
+        run_in_lockstep(self.model, self.inputs[:1], stops, visit, [log])
         self.follows = successors(log.events, self.names)
 
     def visit(self, module: nn.Module, calls: list[Call]) -> None:
