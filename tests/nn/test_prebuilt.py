@@ -238,8 +238,8 @@ def test_functional_calls_divide_vectors_of_other_lengths_by_their_norms(path: s
 
 
 @pytest.mark.parametrize("path", ["auto", "rebuild", "factors"])
-def test_averages_written_to_data_are_divided_by_their_norms(path: str) -> None:
-    """An average of unit vectors is shorter than one; ``parameter.data = `` changes no version."""
+def test_averages_set_as_data_are_divided_by_their_norms(path: str) -> None:
+    """An average of unit vectors is shorter than one; ``parameter.data =`` changes no version."""
     model = network()
     layers = cpnorm.canonical_layers(model).values()
     for layer in layers:
@@ -249,6 +249,19 @@ def test_averages_written_to_data_are_divided_by_their_norms(path: str) -> None:
     for layer in layers:
         for factor in layer.factors:
             factor.data = (factor.data + factor.data.roll(1, 0)) / 2
+    fresh = copy.deepcopy(model)
+    close(model(X), fresh(X), 1e-5)
+    with torch.no_grad():
+        close(model.eval()(X), fresh.eval()(X), 1e-5)
+
+
+def test_averages_copied_to_data_in_place_are_seen_in_evaluation() -> None:
+    model = network()
+    cpnorm.renormalize_after(torch.optim.SGD(model.parameters(), lr=0.05), model)
+    model(X).sum().backward()
+    for layer in cpnorm.canonical_layers(model).values():
+        for factor in layer.factors:
+            factor.data.copy_((factor.data + factor.data.roll(1, 0)) / 2)
     fresh = copy.deepcopy(model).eval()
     with torch.no_grad():
         close(model.eval()(X), fresh(X), 1e-5)

@@ -230,6 +230,9 @@ class NetworkWeights:
         found += [forms[0].path for forms in self._forms]
         if found == self._addresses and not thoroughly:
             return
+        pointers = len(self._parameters)
+        if self._addresses and found[:pointers] != self._addresses[:pointers]:
+            self.versions = []  # parameter.data was set, to what may not be unit, and no version shows it
         self._addresses, found = found, list(found)
         found += [p.requires_grad for p in self._parameters]
         for forms in self._forms:
