@@ -61,7 +61,7 @@ def test_rows_keep_to_the_parameters_of_their_goal(goal: records.Goal) -> None:
     assert sum(p.numel() for p in network.parameters()) <= goal.parameters
     dense = ROWS[goal.control].config
     assert dense.norm == "none"
-    same = {"norm", "width", "design", "rank", "modes", "lambdas", "skip"}
+    same = {"norm", "width", "design", "rank", "modes", "split_modes", "lambdas", "skip"}
     kept = {k: v for k, v in config.to_json().items() if k not in same}
     assert kept == {k: v for k, v in dense.to_json().items() if k not in same}
 
