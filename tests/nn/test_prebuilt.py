@@ -214,59 +214,6 @@ def test_functional_calls_use_the_tensors_given() -> None:
     assert all(torch.isfinite(g).all() and g.abs().sum() > 0 for g in gradient.values())
 
 
-@pytest.mark.parametrize("path", ["auto", "rebuild", "factors"])
-def test_functional_calls_divide_vectors_of_other_lengths_by_their_norms(path: str) -> None:
-    model = network()
-    for layer in cpnorm.canonical_layers(model).values():
-        layer.path = path  # type: ignore[assignment]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    cpnorm.renormalize_after(optimizer, model)
-    five_steps(model, optimizer)
-    optimizer.zero_grad()
-    expected = model(X)
-    expected.square().sum().backward()
-    scale = {name: 3.0 if "factors" in name else 1.0 for name, _ in model.named_parameters()}
-    other = {name: (scale[name] * p.detach()).requires_grad_() for name, p in model.named_parameters()}
-    got = torch.func.functional_call(model, other, (X,))
-    close(got, expected, 1e-5)
-    got.square().sum().backward()
-    for name, p in model.named_parameters():  # the gradient of a vector that is three times as long is a third
-        close(scale[name] * other[name].grad, p.grad, 1e-4)
-    gradients = torch.func.grad(lambda p: torch.func.functional_call(model, p, (X,)).square().sum())(other)
-    for name, p in model.named_parameters():
-        close(scale[name] * gradients[name], p.grad, 1e-4)
-
-
-@pytest.mark.parametrize("path", ["auto", "rebuild", "factors"])
-def test_averages_set_as_data_are_divided_by_their_norms(path: str) -> None:
-    """An average of unit vectors is shorter than one; ``parameter.data =`` changes no version."""
-    model = network()
-    layers = cpnorm.canonical_layers(model).values()
-    for layer in layers:
-        layer.path = path  # type: ignore[assignment]
-    cpnorm.renormalize_after(torch.optim.SGD(model.parameters(), lr=0.05), model)
-    model(X).sum().backward()
-    for layer in layers:
-        for factor in layer.factors:
-            factor.data = (factor.data + factor.data.roll(1, 0)) / 2
-    fresh = copy.deepcopy(model)
-    close(model(X), fresh(X), 1e-5)
-    with torch.no_grad():
-        close(model.eval()(X), fresh.eval()(X), 1e-5)
-
-
-def test_averages_copied_to_data_in_place_are_seen_in_evaluation() -> None:
-    model = network()
-    cpnorm.renormalize_after(torch.optim.SGD(model.parameters(), lr=0.05), model)
-    model(X).sum().backward()
-    for layer in cpnorm.canonical_layers(model).values():
-        for factor in layer.factors:
-            factor.data.copy_((factor.data + factor.data.roll(1, 0)) / 2)
-    fresh = copy.deepcopy(model).eval()
-    with torch.no_grad():
-        close(model.eval()(X), fresh(X), 1e-5)
-
-
 def test_parameters_changed_before_the_backward_pass_raise() -> None:
     model = network()
     cpnorm.renormalize_after(torch.optim.SGD(model.parameters(), lr=0.05), model)

@@ -210,15 +210,23 @@ class NetworkWeights:
         Not without gradients, where layers divide by the norms once and keep the weight: averages of parameters, which
         are not unit, are evaluated there, and writing them to ``parameter.data`` leaves no trace.
         """
-        if not self.active or self._sharded or not torch.is_grad_enabled():
-            return False
-        if torch.compiler.is_compiling():
-            return True
+        if not self.active or self._sharded or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False  # compiled code, which must not depend on versions, divides always
         terms = layer._term_parameters()
         place = self._place_of.get(tuple(map(id, terms)))  # none: functional_call passes other tensors
         if place is None or _transformed():
             return False
         return self.versions[place] == [parameter._version for parameter in terms]
+
+    def trusts(self, terms: Sequence[Tensor]) -> bool:
+        """Return True if these are the trained terms, and their columns are known to be unit."""
+        own = self.trained_terms()
+        return (
+            len(own) == len(terms)
+            and all(mine.data_ptr() == given.data_ptr() for mine, given in zip(own, terms, strict=True))
+            and [*map(Tensor.data_ptr, self._parameters)] == self._addresses[: len(self._parameters)]
+            and self.versions == self.current_versions()
+        )
 
     def _refresh(self, *, thoroughly: bool = True) -> None:
         """Forget programs made for other memory, ranks, inputs or, if ``thoroughly``, trainable parameters.
@@ -315,7 +323,9 @@ class NetworkWeights:
             return
         dtype = compute_dtype(self._layers[0].lambdas)
         shapes = [weight_shape(layer) for layer in self.trained_layers()]
-        weights = build_weights(self._number, dtype, self.trained_terms(), shapes)
+        # Not ``self.trained_terms()``: functional_call may have put others in their place.
+        terms = [p for layer in self.trained_layers() for p in layer.canonical_parameters()]
+        weights = build_weights(self._number, dtype, terms, shapes)
         for index, weight in zip(self._trained, weights, strict=True):
             for form in self._forms[index]:
                 form.prebuilt = Prebuilt((weight,))

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from cpnorm.cp.tensor import dense_from_terms, unit_columns
 from cpnorm.nn.planner import weight_shape
 
 ALIGNED = 16  # each tensor begins at a multiple of this many numbers
@@ -54,13 +55,26 @@ def _packed(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return flat
 
 
+def _divided(layers: Sequence[Any], terms: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the weights that these terms make, whatever the length of their vectors."""
+    left, weights = iter(terms), []
+    for layer in layers:
+        scales = next(left) * next(left)
+        dense = dense_from_terms(scales, [unit_columns(next(left)) for _ in layer.modes])
+        weights.append(dense.reshape(weight_shape(layer)))
+    return tuple(weights)
+
+
 @cache
 def _operators() -> tuple[Callable[..., Any], ...]:
     """Register the operators, when the first model is trained."""
 
     @torch.library.custom_op("cpnorm::build_weights", mutates_args=())
     def build(terms: list[Tensor], owner: int, dtype: torch.dtype) -> Tensor:
-        return _packed(_owners[owner].program(dtype).build(), dtype)
+        found = _owners[owner]
+        if found.trusts(terms):
+            return _packed(found.program(dtype).build(), dtype)
+        return _packed([weight.to(dtype) for weight in _divided(found.trained_layers(), terms)], dtype)
 
     @build.register_fake
     def _(terms: list[Tensor], owner: int, dtype: torch.dtype) -> Tensor:
@@ -69,9 +83,12 @@ def _operators() -> tuple[Callable[..., Any], ...]:
 
     @torch.library.custom_op("cpnorm::term_gradients", mutates_args=())
     def gradients(d_weights: Tensor, terms: list[Tensor], owner: int, dtype: torch.dtype) -> Tensor:
-        shapes = [weight_shape(layer) for layer in _owners[owner].trained_layers()]
-        found = _owners[owner].program(dtype).gradients(_unpacked(d_weights, shapes))
-        return _packed(found, terms[0].dtype)
+        layers = _owners[owner].trained_layers()
+        parts = _unpacked(d_weights, [weight_shape(layer) for layer in layers])
+        if _owners[owner].trusts(terms):
+            return _packed(_owners[owner].program(dtype).gradients(parts), terms[0].dtype)
+        _, gradients_of = torch.func.vjp(lambda *terms: _divided(layers, terms), *terms)
+        return _packed(gradients_of(tuple(part.to(terms[0].dtype) for part in parts)), terms[0].dtype)
 
     @gradients.register_fake
     def _(d_weights: Tensor, terms: list[Tensor], owner: int, dtype: torch.dtype) -> Tensor:
