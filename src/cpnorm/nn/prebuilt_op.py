@@ -87,7 +87,7 @@ def _operators() -> tuple[Callable[..., Any], ...]:
         parts = _unpacked(d_weights, [weight_shape(layer) for layer in layers])
         if _owners[owner].trusts(terms):
             return _packed(_owners[owner].program(dtype).gradients(parts), terms[0].dtype)
-        _, gradients_of = torch.func.vjp(lambda *terms: _divided(layers, terms), *terms)
+        gradients_of = torch.func.vjp(lambda *terms: _divided(layers, terms), *terms)[1]
         return _packed(gradients_of(tuple(part.to(terms[0].dtype) for part in parts)), terms[0].dtype)
 
     @gradients.register_fake
