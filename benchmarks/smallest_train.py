@@ -189,9 +189,6 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder that is to be brought back")
     parser.add_argument("--time-limit", type=float, default=240, help="seconds")
     parser.add_argument("--data-dir", type=Path, help="default: $CPNORM_DATA, then the user's cache")
-    parser.add_argument(
-        "--compile-from", type=int, default=10**9, metavar="STEPS", help="compile runs of as many steps"
-    )
     parser.add_argument("--resume", type=Path, metavar="FOLDER", help="continue what this folder has")
     parser.add_argument("--install", type=Path, metavar="FOLDER", help="add what this folder has to the results")
     parser.add_argument("--smoke", action="store_true", help="try every stage on a few images")
@@ -201,7 +198,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     if not given.out or not given.stages:
         parser.error("expected stages and --out FOLDER")
-    steps.COMPILE_FROM_STEPS = steps.COMPILE_PREBUILT_FROM_STEPS = given.compile_from
+    steps.COMPILE_FROM_STEPS = steps.COMPILE_PREBUILT_FROM_STEPS = 10**9  # compiling may take longer than there is
     reproduce.collect_figure_data = lambda trainer: {}  # type: ignore[attr-defined]  # takes seconds a run
     if given.smoke:
         few_images()
