@@ -403,6 +403,19 @@ BAD: dict[str, list[Bad]] = {
         ),
         Bad(lambda m: cpnorm.shrink(m, batches(channels=4), parameters=0.5), "to have 3 channels", plain),
     ],
+    "Shrinker": [
+        *no_model(lambda model: cpnorm.Shrinker(model, batches())),
+        Bad(lambda m: cpnorm.Shrinker(m, 5), "data: expected a DataLoader, tensors or batches", plain),
+        Bad(lambda m: cpnorm.Shrinker(m, batches()).shrink(), "expected exactly one", plain),
+        Bad(lambda m: cpnorm.Shrinker(m, batches()).shrink(parameters=NAN), "expected", plain),
+    ],
+    "calibrate": [
+        *no_model(lambda model: cpnorm.calibrate(model, batches())),
+        Bad(lambda m: cpnorm.calibrate(m, 5), "data: expected a DataLoader, tensors or batches"),
+        Bad(lambda m: cpnorm.calibrate(m, []), "data: expected at least one batch"),
+        Bad(lambda m: cpnorm.calibrate(m, batches(channels=4)), "to have 3 channels"),
+        Bad(lambda m: cpnorm.calibrate(m, batches()), "no canonical layer", plain),
+    ],
 } | {
     kind.__name__: [
         *no_rank(lambda _, rank, kind=kind, sizes=sizes: kind(*sizes, rank=rank)),
@@ -423,7 +436,7 @@ RESULTS = {
     "Factorization",
     "CPLayer",
 }  # not called by users
-RESULTS |= {"Shrunk", "ShrinkReport", "Sweep"}
+RESULTS |= {"Shrunk", "ShrinkReport", "Sweep", "Calibrated"}
 RESULTS |= {"FusedTrainStep"}  # needs a GPU: see tests/gpu
 
 

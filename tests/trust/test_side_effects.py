@@ -108,6 +108,8 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     ),
     "forward": lambda _: canonical(4)(image()).sum().backward(),
     "shrink": lambda _: cpnorm.shrink(network(), batches(), parameters=0.5),
+    "Shrinker": lambda _: cpnorm.Shrinker(network(), batches()).shrink(parameters=0.5),
+    "calibrate": lambda _: cpnorm.truncate(canonical(), params=600, data=cpnorm.calibrate(canonical(), batches())),
     "CPTensor": lambda _: cpnorm.CPTensor.from_terms(torch.ones(2), [torch.ones(3, 2)] * 2).normalize().to_dense(),
     "canonical_layers": lambda _: cpnorm.canonical_layers(canonical()),
     "renormalize_terms": lambda _: cpnorm.renormalize_terms([torch.ones(3, 2)], [torch.ones(2)]),
@@ -135,7 +137,7 @@ def test_no_public_name_is_left_out() -> None:
     called = {name.partition(",")[0] for name in CALLS}
     layers = {name for name in cpnorm.__all__ if isinstance(getattr(cpnorm, name), type) and name.startswith("CP")}
     returned = {"__version__", "RankEstimate", "Plan", "Report", "Sweep", "Summary", "Factorization"}
-    returned |= {"Shrunk", "ShrinkReport"}
+    returned |= {"Shrunk", "ShrinkReport", "Calibrated"}
     needs_a_gpu = {"FusedTrainStep"}
     assert set(cpnorm.__all__) - layers - returned - needs_a_gpu == called - layers - {"forward"}
 

@@ -86,6 +86,8 @@ def calibrate(model: nn.Module, data: Any) -> Calibrated:
     ...     report = cpnorm.truncate(copy.deepcopy(model), params=share, data=measured)
     """
     layers, batches = canonical_layers(model), as_batches(data)
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no canonical layer to calibrate: call canonical_norm first")
     found, bytes_alive = calibrate_layers(model, layers, [inputs for inputs, _ in batches])
     forms = {name: CPTensor(y.cp.sigma.clone(), y.cp.lambdas.clone(), tuple(f.clone() for f in y.cp.factors))
              for name, y in layers.items()}  # fmt: skip
