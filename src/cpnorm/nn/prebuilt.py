@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -19,93 +18,10 @@ from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.convert import canonical_layers, including_tied
 from cpnorm.nn.layer_form import Prebuilt, compute_dtype, version_of
 from cpnorm.nn.planner import weight_shape
+from cpnorm.nn.prebuilt_graph import Terms, WeightsGraph
 from cpnorm.nn.prebuilt_op import build_weights, number_of
 from cpnorm.nn.renormalizing import make_renormalizer
 from cpnorm.nn.weight_programs import Program, make_program
-
-
-class _BuildWeights(torch.autograd.Function):
-    """Map the terms of all layers to their weights.
-
-    Nothing is saved for the backward pass: a program holds what its gradients need until parameters change. The node
-    can therefore run several times, as it does for each region of a reentrant activation checkpoint, and serve many
-    steps. A node that is kept must not hold the model, because Python cannot collect such a cycle.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, owner: NetworkWeights, program: Program, *terms: Tensor) -> tuple[Tensor, ...]:
-        ctx.owner, ctx.program, ctx.terms = ref(owner), program, terms
-        ctx.versions, ctx.pending = [*map(version_of, terms)], 0
-        ctx.set_materialize_grads(False)
-        return tuple([weight.detach() for weight in owner.built(program)])
-
-    @staticmethod
-    def backward(ctx: Any, *d_weights: Tensor | None) -> tuple[Any, ...]:
-        ctx.pending -= 1
-        if ctx.versions != [*map(version_of, ctx.terms)]:
-            raise RuntimeError(
-                "canonical parameters were changed in place between the forward and the backward pass, which needs "
-                "the old values"
-            )
-        if torch.is_grad_enabled():  # create_graph=True
-            return None, None, *_differentiable_gradients(ctx.owner().trained_layers(), d_weights)
-        return None, None, *ctx.program.gradients(d_weights)
-
-
-class _Graph:
-    """The node that built the weights of one program, and its results, which later steps use again.
-
-    Where a program writes to the same tensors at each build, a step needs no new node: making one costs the host as
-    much as all other work before a forward pass.
-    """
-
-    def __init__(self, owner: NetworkWeights, program: Program) -> None:
-        self.program, self.stream = program, _stream(owner._parameters[0])
-        self.weights: tuple[Tensor, ...] = _BuildWeights.apply(owner, program, *owner.trained_terms())
-        self.node: Any = self.weights[0].grad_fn
-        first = owner._layers[0].lambdas
-        autocast = first.device.type if self.weights[0].dtype != first.dtype else None
-        own = [owner._own[index] for index in owner._trained]
-        self._places = [place for _, _, place in own]
-        self._all = len(own) == len(owner._own)
-        self.prebuilt = [
-            Prebuilt((weight,), terms, identities, [], dtype=first.dtype, autocast=autocast)
-            for weight, (terms, identities, _) in zip(self.weights, own, strict=True)
-        ]
-
-    def serves(self, owner: NetworkWeights, program: Program) -> bool:
-        """Return True if the next forward pass can use this node: no graph of old weights waits for its backward."""
-        return (
-            program is self.program
-            and (self.node.pending == 0 or self.node.versions == owner.trained_versions())
-            and self.stream == _stream(owner._parameters[0])
-        )
-
-    def begin(self, owner: NetworkWeights, versions: list[int]) -> list[Prebuilt]:
-        """Build the weights for a forward pass, unless they are built from parameters of these versions."""
-        owner.built(self.program)
-        self.node.pending += 1
-        self.node.versions = versions if self._all else owner.trained_versions()
-        for prebuilt, place, weight in zip(self.prebuilt, self._places, self.weights, strict=True):
-            prebuilt.versions = [*versions[place], weight._version]
-        return self.prebuilt
-
-
-def _stream(tensor: Tensor) -> int:
-    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
-
-
-def _differentiable_gradients(layers: Sequence[CPLayer], d_weights: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return what ``Program.gradients`` does, as functions of the terms and of ``d_weights``, for a second backward."""
-    found: list[Tensor | None] = []
-    for layer, d_weight in zip(layers, d_weights, strict=True):
-        terms = layer.canonical_parameters()
-        if d_weight is None:
-            found += [None] * len(terms)
-        else:
-            weight = layer.cp.to_dense().reshape(weight_shape(layer))
-            found += torch.autograd.grad(weight, terms, d_weight.to(weight.dtype), create_graph=True)
-    return found
 
 
 class NetworkWeights:
@@ -142,7 +58,7 @@ class NetworkWeights:
         self._addresses: list[Any] = []
         self._inputs: list[Any] | None = None  # shapes and strides of the last forward pass
         self._forms = [[layer._form for layer in group] for group in self._tied]
-        self._own: list[tuple[tuple[Tensor, ...], list[int], slice]] = []  # of each layer: terms, ids, place among all
+        self._own: list[Terms] = []  # of each layer: terms, ids, place among all
         for layer in self._layers:
             terms = layer.canonical_parameters()
             start = self._own[-1][2].stop if self._own else 0
@@ -151,7 +67,7 @@ class NetworkWeights:
         self._programs: dict[torch.dtype, Program] = {}
         self._built: dict[Program, tuple[list[int], list[Tensor]]] = {}
         self._trained: list[int] = []  # layers in the programs, by index
-        self._graph: _Graph | None = None
+        self._graph: WeightsGraph | None = None
         self._renormalizer: Any = None
         for layer in (layer for group in self._tied for layer in group):
             layer.renormalizer = self
@@ -309,7 +225,7 @@ class NetworkWeights:
         program = self.program(compute_dtype(lambdas))
         graph = self._graph
         if graph is None or not graph.serves(self, program):
-            graph = _Graph(self, program)
+            graph = WeightsGraph(self, program, [self._own[index] for index in self._trained])
         self._graph = graph if program.in_place else None
         for index, prebuilt in zip(self._trained, graph.begin(self, versions), strict=True):
             for form in self._forms[index]:
