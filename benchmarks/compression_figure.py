@@ -172,7 +172,7 @@ def _curves(axis: Any, records: Sequence[Record], quantity: str) -> None:
         tuned = [
             (100 * r[quantity] / r[f"dense_{quantity}"], r["accuracy"])
             for r in records
-            if r["method"] == method and "finetuning" in r and r["finetuning"]["label"] == "default"
+            if r["method"] == method and "finetuning" in r
         ]
         if cut:
             axis.plot(*zip(*cut, strict=True), color=colour, marker=".", label=method, linewidth=1.2)

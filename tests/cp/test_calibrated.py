@@ -112,21 +112,17 @@ def test_the_gradient_is_that_of_the_error() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("groups", [1, 2])
-def test_the_replayed_graph_finds_what_single_steps_find(groups: int) -> None:
-    """Once from the same terms, step by step: graphs begin at the second step."""
+def test_a_gpu_finds_the_same_in_double_precision(groups: int) -> None:
+    """In single precision, rounding changes the error of three steps by two per cent, on a CPU as well."""
     torch.manual_seed(0)
-    weight, x = torch.randn(32, 16, 3, 3), correlated(2000, 144).float()
-    moments = x.mT @ x / len(x)
+    weight, x = torch.randn(32, 16, 3, 3, dtype=torch.float64), correlated(2000, 144)
     start = cpnorm.cp_als(weight, 40)
-    for steps, allowed in ((1, 1e-3), (3, 1e-2), (40, 0.1)):
-        found = []
-        for device in ("cpu", "cuda"):
-            init = start.to(device)
-            problem = Problem.of(weight.to(device), moments.to(device), groups=groups)
-            found.append(fit(problem, 40, None, init, steps=steps).to("cpu"))
-        errors = [output_error(weight, each, x) for each in found]
-        assert errors[1] == pytest.approx(errors[0], rel=allowed)
-        assert errors[1] < output_error(weight, start, x) * (1.0 if steps == 1 else 0.9)
+    errors = []
+    for device in ("cpu", "cuda"):
+        problem = Problem.of(weight.to(device), (x.mT @ x / len(x)).to(device), groups=groups)
+        errors.append(output_error(weight, fit(problem, 40, None, start.to(device), steps=3).to("cpu"), x))
+    assert errors[1] == pytest.approx(errors[0], rel=1e-4)
+    assert errors[1] < 0.01 * output_error(weight, start, x)
 
 
 def test_more_steps_go_on_where_a_single_weak_step_is_not_the_end() -> None:

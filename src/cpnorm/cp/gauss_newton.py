@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -59,9 +58,7 @@ def _varied(changes: Sequence[Tensor], factors: Sequence[Tensor]) -> Tensor:  # 
 class Linearized:
     """The least-squares problem around some factors: its gradient, its curvature and an approximate inverse."""
 
-    def __init__(
-        self, problem: Problem, factors: Sequence[Tensor], ridge: float, spectra: Sequence[Spectrum] | None = None
-    ) -> None:
+    def __init__(self, problem: Problem, factors: Factors, ridge: float, spectra: list[Spectrum] | None = None) -> None:
         self.problem, self.factors, self.ridge = problem, factors, ridge
         self.outs, self.ins = factors[: problem.output_modes], factors[problem.output_modes :]
         self.left, self.right = problem.left(factors), problem.right(factors)
@@ -102,7 +99,7 @@ class Linearized:
         """Return a bound for the damping to start from."""
         return max((own[-1] * terms[-1]).item() for own, _, terms, _ in self.spectra)
 
-    def inverse(self, vectors: Factors, damping: Tensor | float) -> Factors:
+    def inverse(self, vectors: Factors, damping: float) -> Factors:
         """Apply the approximate inverse of the damped curvature."""
         solved = []
         for x, (own, axes, terms, term_axes) in zip(vectors, self.spectra, strict=True):
@@ -111,7 +108,7 @@ class Linearized:
             solved.append((axes @ turned @ term_axes.mT).reshape(x.shape))
         return solved
 
-    def curvature(self, changes: Factors, damping: Tensor | float) -> Factors:
+    def curvature(self, changes: Factors, damping: float) -> Factors:
         """Apply the damped Gauss-Newton curvature."""
         modes = self.problem.output_modes
         left = _varied(changes[:modes], self.outs).reshape(self.left.shape)
@@ -124,7 +121,7 @@ class Linearized:
             part + damping * change for part, change in zip(self._by_mode(left_part, right_part), changes, strict=True)
         ]
 
-    def step(self, damping: Tensor | float, inner: int) -> Factors:
+    def step(self, damping: float, inner: int) -> Factors:
         """Solve for the step by preconditioned conjugate gradients."""
         x = [torch.zeros_like(part) for part in self.gradient]
         residual = [-part for part in self.gradient]
@@ -141,10 +138,10 @@ class Linearized:
             direction = [a + ratio * b for a, b in zip(corrected, direction, strict=True)]
         return x
 
-    def predicted(self, step: Factors) -> Tensor:
+    def predicted(self, step: Factors) -> float:
         """Return by how much the linearised objective falls."""
         curved = self.curvature(step, 0.0)
-        return -(2 * _dot(self.gradient, step) + _dot(step, curved)).double()
+        return -(2 * _dot(self.gradient, step) + _dot(step, curved)).item()
 
 
 def _dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
@@ -154,81 +151,39 @@ def _dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
 def gauss_newton(problem: Problem, factors: Factors, steps: int, inner: int = 15) -> Factors:
     """Return the factors after Levenberg-Marquardt steps on all vectors, until a step gains next to nothing."""
     factors = _balanced(factors)
-    like, rank, columns = factors[0], factors[0].shape[1], problem.weight.shape[2]
+    rank, columns, device = factors[0].shape[1], problem.weight.shape[2], factors[0].device.type
     products = problem.groups * columns**2 * rank * (inner + 4)
-    steps = max(1, min(steps, int(MOST_WORK.get(like.device.type, MOST_WORK["cpu"]) / products)))
+    steps = max(1, min(steps, int(MOST_WORK.get(device, MOST_WORK["cpu"]) / products)))
     error = problem.error(factors)
     ridge = NORM_CONTROL * error / rank
     penalised = error + ridge * _dot(factors, factors).item()
-    damping, factor, kept = 0.0, 2.0, Linearized(problem, factors, ridge)
-
-    def attempt(damping: Tensor, *given: Tensor) -> Factors:
-        """Return the factors after a step, and three numbers: the objective there, balanced, and its expected fall."""
-        mode_spectra = [given[n : n + 4] for n in range(len(factors), len(given), 4)]
-        around = Linearized(problem, given[: len(factors)], ridge, cast(list[Spectrum], mode_spectra))
-        step = around.step(damping, inner)
-        moved = [a + b for a, b in zip(given, step, strict=False)]
-        balanced, error = _balanced(moved), problem.squared_error(moved)
-        there = error + ridge * _dot(moved, moved).double()
-        return [*balanced, torch.stack([there, error + ridge * _dot(balanced, balanced), around.predicted(step)])]
-
-    attempts = _Replayed(attempt)
+    damping, factor = 0.0, 2.0
+    spectra: list[Spectrum] | None = None
     age = 0  # of the spectra, in steps
     for _ in range(steps):
         if not penalised > 0:
             break
-        if age == SAME_SPECTRA:
-            kept, age = Linearized(problem, factors, ridge), 0
-        damping = damping or 1e-3 * kept.largest_curvature()
+        around = Linearized(problem, factors, ridge, spectra)
+        spectra = around.spectra
+        damping = damping or 1e-3 * around.largest_curvature()
         for _ in range(8):
-            given = (like.new_tensor(damping), *factors, *(each for spectrum in kept.spectra for each in spectrum))
-            *moved, found = attempts(*given)
-            there, after, predicted = found.tolist()
+            step = around.step(damping, inner)
+            moved = [a + b for a, b in zip(factors, step, strict=True)]
+            there = problem.error(moved) + ridge * _dot(moved, moved).item()
             if there < penalised:
                 break
             damping, factor = damping * factor, 2 * factor
         else:
             break
-        ratio = (penalised - there) / max(predicted, 1e-30)
+        ratio = (penalised - there) / max(around.predicted(step), 1e-30)
         damping, factor = damping * max(0.2, 1 - (2 * min(ratio, 1.0) - 1) ** 3), 2.0
-        gained, penalised, factors = 1 - there / penalised, after, moved
-        age += 1
-        if gained < LEAST_GAIN:
-            if age == 1:
-                break
-            age = SAME_SPECTRA
+        gained, factors, age = 1 - there / penalised, _balanced(moved), age + 1
+        penalised = problem.error(factors) + ridge * _dot(factors, factors).item()
+        if gained < LEAST_GAIN and age == 1:
+            break
+        if gained < LEAST_GAIN or age == SAME_SPECTRA:
+            spectra, age = None, 0
     return _solve_outputs_if_better(problem, factors)
-
-
-class _Replayed:
-    """Call a function of tensors; on a GPU, where launches take most of the time, record it and replay a CUDA graph."""
-
-    def __init__(self, function: Callable[..., list[Tensor]]) -> None:
-        self.function, self.calls = function, 0
-        self.args: list[Tensor] = []
-        self.results: list[Tensor] = []
-        self.graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self, *args: Tensor) -> list[Tensor]:
-        self.calls += 1
-        if not args[0].is_cuda or self.calls == 1:  # the first call prepares libraries
-            return self.function(*args)
-        with torch.cuda.device(args[0].device):
-            if self.graph is None:
-                self._record(args)
-            torch._foreach_copy_(self.args, list(args))
-            cast(torch.cuda.CUDAGraph, self.graph).replay()
-            return [result.clone() for result in self.results]
-
-    def _record(self, args: Sequence[Tensor]) -> None:
-        self.args, graph, beside = [value.clone() for value in args], torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
-            graph.capture_begin(capture_error_mode="thread_local")
-            self.results = self.function(*self.args)
-            graph.capture_end()
-        torch.cuda.current_stream().wait_stream(beside)
-        self.graph = graph
 
 
 def _solve_outputs_if_better(problem: Problem, factors: Factors) -> Factors:

@@ -111,12 +111,8 @@ class Problem:
 
     def error(self, factors: Sequence[Tensor]) -> float:
         """Return the error relative to that of a weight of zeros."""
-        return self.squared_error(factors).item()
-
-    def squared_error(self, factors: Sequence[Tensor]) -> Tensor:
-        """Return the same as a tensor, which need not leave the device."""
         difference = self.weight - self.left(factors) @ self.right(factors).mT
-        return ((self.outputs @ difference @ self.inputs) * difference).sum(dtype=torch.float64)
+        return ((self.outputs @ difference @ self.inputs) * difference).sum(dtype=torch.float64).item()
 
     def gram(self, factors: Sequence[Tensor]) -> Tensor:  # -> (R, R)
         """Return the inner products of the terms in this metric."""

@@ -80,6 +80,15 @@ def test_the_explorer_offers_cut_networks(tmp_path):
     assert len(ids) == len(set(ids))
 
 
+def test_of_two_files_with_a_cut_the_last_one_counts(tmp_path):
+    write(tmp_path, LINES)
+    newer = [record("dense", 1.0, 94.0), record("cpnorm", 0.05, 93.0)]
+    (tmp_path / "networks/b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in newer))
+    found = {(cut.method, cut.share): (cut.untrained, cut.tuned) for cut in read_cuts(tmp_path)}
+    assert found["cpnorm", 0.05] == ([93.0], [])
+    assert found["svd", 0.05] == ([22.0], [])
+
+
 def test_without_records_there_is_no_section(tmp_path):
     assert read_cuts(tmp_path) == []
     assert section([]) is None

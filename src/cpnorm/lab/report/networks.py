@@ -49,10 +49,12 @@ class Cut:
 def read_cuts(results: Path) -> list[Cut]:
     """Return the cuts of the results by network, share and method; smoke tests of the benchmark are left out.
 
-    Where a network was trained more than once, each of them has the accuracy of its dense form after its name.
+    Where a network was trained more than once, each of them has the accuracy of its dense form after its name. Of cuts
+    of one network in several files, those of the last file count, in the order of names.
     """
     cuts: dict[tuple[str, str, float, str, float], Cut] = {}
     for path in sorted((results / FOLDER).glob("*.jsonl")):
+        here: dict[tuple[str, str, float, str, float], Cut] = {}
         try:
             for line, record in read_records(path):
                 if record.get("benchmark") != "compression_accuracy" or record.get("smoke"):
@@ -65,11 +67,12 @@ def read_cuts(results: Path) -> list[Cut]:
                     raise ValueError(f"{path}, line {line}: expected names of network, data and method, got {names!r}")
                 (dense,) = numbers([record.get("dense_accuracy")]) or [0.0]
                 key = (str(names[0]), str(names[1]), dense, str(names[2]), found[0])
-                cut = cuts.setdefault(key, Cut(str(names[0]), str(names[1]), str(names[2]), found[0]))
+                cut = here.setdefault(key, Cut(str(names[0]), str(names[1]), str(names[2]), found[0]))
                 cut.parameters = found[1]
                 (cut.tuned if record.get("finetuning") else cut.untrained).append(found[2])
         except ValueError as error:
             raise RecordError(reprlib.repr(str(error)) if len(str(error)) > 400 else str(error)) from error
+        cuts |= here
     trained = {key[:3] for key in cuts}
     for (network, data, dense, *_), cut in cuts.items():
         if sum(other[:2] == (network, data) for other in trained) > 1:
