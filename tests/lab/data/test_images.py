@@ -63,7 +63,7 @@ def test_missing_set_says_what_where_and_how(name: str, tmp_path: Path) -> None:
 
 def test_unknown_set() -> None:
     for read in (load, check):
-        with pytest.raises(ValueError, match="a data set among digits, mnist, cifar10, svhn, idx, got 'imagenet'"):
+        with pytest.raises(ValueError, match=r"a data set among digits, .*svhn, idx, images, got 'imagenet'"):
             read("imagenet")
 
 
@@ -83,7 +83,7 @@ def test_files_in_the_folder_itself(tmp_path: Path) -> None:
 # Content --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", images.NAMES)
+@pytest.mark.parametrize("name", [name for name in images.NAMES if name != "images"])
 def test_what_every_set_is(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trust_any_content(monkeypatch)
     if name in WRITERS:

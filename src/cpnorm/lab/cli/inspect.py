@@ -53,7 +53,7 @@ def inspect(path: str | Path) -> Inspection:
         raise RunError(f"{folder.path} has nothing to show yet: no epoch is finished")
     summary = None
     if model is not None and cpnorm.canonical_layers(model):
-        images = blank(config.data).test_images
+        images = blank(config.data, folder.data()).test_images
         summary = cast(cpnorm.Summary, cpnorm.summary(model.eval(), torch.zeros(images.shape)))
     return Inspection(folder.path, config.to_json(), folder.record(), metrics, model, summary)
 
@@ -188,10 +188,10 @@ def draw(run: Inspection, folder: str | Path, kind: str = "png") -> list[Path]:
 def lambda_states(run: Inspection) -> dict[str, dict[str, Tensor]]:
     """Return the λ of every layer after training, and before it where they can be drawn quickly from the seed."""
     assert run.model is not None
-    config = RunFolder(run.folder).config()
-    before = {}
+    folder = RunFolder(run.folder)
+    config, before = folder.config(), {}
     if config.init in QUICK_INITS and config.norm == "cp" and not (run.record or {}).get("truncation_result"):
-        before = cpnorm.canonical_layers(build_model(config, blank(config.data), torch.device("cpu")))
+        before = cpnorm.canonical_layers(build_model(config, blank(config.data, folder.data()), torch.device("cpu")))
     return {
         name: {
             **({"before training": before[name].lambdas.detach()} if name in before else {}),

@@ -62,7 +62,7 @@ HELP = {
     "model": "the network: alexnet, lenet, resnet18, resnet20, resnet56, small_resnet, vgg16, or your module:function",
     "design": 'further arguments of the function that builds the network, as JSON: {"widths": [32, 64]}',
     "width": "factor on the width of every layer but the last",
-    "data": "the data set",
+    "data": "the data set; idx: any in MNIST's format, images: a folder of classes, both in --data-dir",
     "norm": "normalisation: none, weight normalisation, canonical, or the low-rank form of Tai et al.",
     "init": "initialisation of the canonical form",
     "linear_init": "the same for linear layers, where it differs",

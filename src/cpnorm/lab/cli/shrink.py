@@ -18,8 +18,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
 import cpnorm
-from cpnorm.lab.cli.user_models import UserData, load_network, users_code
+from cpnorm.lab.cli.user_models import UserData, load_network
 from cpnorm.lab.training.runs import write_atomically
+from cpnorm.lab.training.users_code import users_code
 
 EXAMPLES = 8
 CURVE = (2.0, 1.41, 0.71, 0.5)  # budgets of the curve, in multiples of the one asked for

@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-import sysconfig
-import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,29 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import cpnorm
+from cpnorm.lab.data.image_folder import IMAGES, class_folders, images_below
+from cpnorm.lab.training.users_code import users_code
 
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 HUB = "hf:"
-OTHERS = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], str(Path(cpnorm.__file__).parent))
 WRAPPERS = ("state_dict", "model", "model_state_dict")  # keys under which checkpoints keep the weights
-
-
-class UsersCodeError(Exception):
-    """An error that the user's own code raised, told as theirs."""
-
-
-@contextmanager
-def users_code(what: str) -> Iterator[None]:
-    """Tell errors of the user's own code as such, with the line of it that raised them; others pass."""
-    try:
-        yield
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if not frame.filename.startswith((*OTHERS, "<"))]
-        if not own:
-            raise
-        place = f"{own[-1].filename}, line {own[-1].lineno}"
-        raise UsersCodeError(f"{what} raised {type(error).__name__}: {error} ({place})") from error
 
 
 # --- networks -----------------------------------------------------------------------------------------------------
@@ -181,19 +160,13 @@ def _labelled(found: Sequence[tuple[Path, int | None]], options: ImageOptions) -
 
 
 def _in_folder(folder: Path) -> tuple[list[tuple[Path, int | None]], tuple[str, ...]]:
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: expected a folder of images, of one folder per class, or a list file")
-    classes = sorted(path for path in folder.iterdir() if path.is_dir())
+    classes = class_folders(folder)
     if not classes:
-        return [(path, None) for path in _images(folder)], ()
+        return [(path, None) for path in images_below(folder)], ()
     found: list[tuple[Path, int | None]] = [
-        (path, label) for label, below in enumerate(classes) for path in _images(below)
+        (path, label) for label, below in enumerate(classes) for path in images_below(below)
     ]
     return found, tuple(path.name for path in classes)
-
-
-def _images(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGES)
 
 
 def _listed(file: Path) -> tuple[list[tuple[Path, int | None]], tuple[str, ...]]:

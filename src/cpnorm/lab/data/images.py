@@ -19,9 +19,10 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset
 
 from cpnorm.lab.data.digests import OFFICIAL, digest
+from cpnorm.lab.data.image_folder import read_image_folder
 from cpnorm.lab.data.official import LAYOUTS, Layout, Split
 
-NAMES = ("digits", *LAYOUTS)
+NAMES = ("digits", *LAYOUTS, "images")
 
 CLASSES = {
     **dict.fromkeys(("digits", "mnist", "svhn", "idx"), tuple("0123456789")),
@@ -101,16 +102,33 @@ def load(name: str, data_dir: str | Path | None = None) -> ImageSet:
     """Return a data set by name from the first folder that has it: ``data_dir``, ``$CPNORM_DATA``, the user's cache.
 
     ``"idx"`` is any set in MNIST's format, such as Fashion-MNIST: four idx files in the folder itself or in ``raw``.
+    ``"images"`` is a folder of images, ``data_dir`` itself: see ``image_folder.read_image_folder``.
     """
-    folder = None
+    folder, classes = None, CLASSES.get(name, ())
     if name == "digits":
         train, test = embedded_digits()
+    elif name == "images":
+        folder = _image_folder(data_dir)
+        train, test, classes = read_image_folder(folder)
     else:
         folder, layout = find(name, data_dir)
         train, test = layout.read(folder)
     known = (torch.from_numpy(train[0]), torch.from_numpy(train[1]))
     held = (torch.from_numpy(test[0]), torch.from_numpy(test[1]))
-    return ImageSet(name, *known, *held, *STATISTICS[name], CLASSES[name], digest(known, held), folder)
+    return ImageSet(name, *known, *held, *statistics(name, known[0].shape[1]), classes, digest(known, held), folder)
+
+
+def statistics(name: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation of each channel of a data set; images of any kind go from -1 to 1."""
+    return STATISTICS.get(name) or ((127.5,) * channels, (127.5,) * channels)
+
+
+def _image_folder(data_dir: str | Path | None) -> Path:
+    given = data_dir or os.environ.get("CPNORM_DATA")
+    if not given or not Path(given).expanduser().is_dir():
+        hint = "--data-dir names a folder with one folder of images for each class"
+        raise DataNotFoundError(f"images: expected a folder, got {given or 'none'}; {hint}")
+    return Path(given).expanduser()
 
 
 def find(name: str, data_dir: str | Path | None = None) -> tuple[Path, Layout]:
@@ -155,8 +173,8 @@ class Check:
 
 def check(name: str, data_dir: str | Path | None = None) -> Check:
     """Read a data set as ``load`` does and compare its content, whatever its packing, with the official one."""
-    if name == "idx":
-        raise ValueError("idx is any data set in MNIST's format: there is no official one to compare it with")
+    if name in ("idx", "images"):
+        raise ValueError(f"{name} is any data set of this format: there is no official one to compare it with")
     data = load(name, data_dir)
     return Check(name, data.folder, len(data.train_labels), len(data.test_labels), data.sha256)
 

@@ -81,6 +81,7 @@ def start(
     rank, world = process()
     device = pick_device((options or Options()).device, rank)
     if rank == 0 and not (out / "cut.json").exists():
+        out.keep_data(data)  # which says what the network of images of one's own takes
         model = trained_network(source, device, truncation.network_file)
         report = truncate_network(model, truncation, data, source.config())
         cpnorm.save(model, out / "start.safetensors")

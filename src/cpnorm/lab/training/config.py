@@ -32,7 +32,7 @@ class Config:
     model: str = "alexnet"  # one of MODELS, or "module:function" that returns a network
     design: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the function that builds the network
     width: float = 1.0  # of every layer but the last, as a share of the paper's
-    data: Literal["cifar10", "svhn", "mnist", "digits", "idx"] = "cifar10"  # idx: any set in MNIST's format
+    data: Literal["cifar10", "svhn", "mnist", "digits", "idx", "images"] = "cifar10"  # idx: any set in MNIST's format
     norm: Literal["none", "weight", "cp", "tai"] = "cp"
     init: Literal["exact", "power", "als", "kaiming_normal", "kaiming_uniform"] = "power"
     linear_init: Literal["same", "exact", "power", "als", "kaiming_normal", "kaiming_uniform"] = "same"

@@ -20,6 +20,7 @@ from cpnorm.lab.training import networks
 from cpnorm.lab.training.config import MODELS
 from cpnorm.lab.training.networks import scaled
 from cpnorm.lab.training.small_networks import small_resnet
+from cpnorm.lab.training.users_code import users_code
 
 
 def lenet(channels: int = 1, classes: int = 10, image_size: int = 28, width: float = 1.0) -> nn.Sequential:
@@ -126,7 +127,8 @@ def build(
     given = {"channels": channels, "classes": classes, "image_size": image_size, "width": width}
     function = _imported(name)
     wanted = {key: given[key] for key in inspect.signature(function).parameters if key in given}
-    network = function(**wanted, **(design or {}))
+    with users_code(f"{name}()"):
+        network = function(**wanted, **(design or {}))
     if not isinstance(network, nn.Module):
         raise ValueError(f"expected {name} to return a torch.nn.Module, got {type(network).__name__}")
     return network
@@ -137,7 +139,9 @@ def _imported(name: str) -> Callable[..., nn.Module]:
     path = list(sys.path)
     sys.path.insert(0, os.getcwd())  # as with ``python -m``: a file in the working directory is found
     try:
-        found = getattr(importlib.import_module(module), function)
+        with users_code(f"importing {module}"):
+            imported = importlib.import_module(module)
+        found = getattr(imported, function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"cannot import the network {name!r}: {error}") from error
     finally:

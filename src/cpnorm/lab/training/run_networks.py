@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import cpnorm
-from cpnorm.lab.data.images import CLASSES, STATISTICS, ImageSet, normalize
+from cpnorm.lab.data.images import CLASSES, ImageSet, normalize, statistics
 from cpnorm.lab.training.runs import RunError, RunFolder, write_atomically
 from cpnorm.lab.training.setup import build_model
 
@@ -28,7 +29,7 @@ def trained_network(
     config, path = folder.config(), network_file(folder, file)
     # Ranks and modes of canonical layers are read from the file: the plain network is all that is built.
     plain = config.replace(norm="none") if config.norm == "cp" else config
-    return cpnorm.load(path, build_model(plain, blank(config.data), torch.device(device)))
+    return cpnorm.load(path, build_model(plain, blank(config.data, folder.data()), torch.device(device)))
 
 
 def network_file(folder: RunFolder, file: str = "model.safetensors") -> Path:
@@ -43,12 +44,19 @@ def network_file(folder: RunFolder, file: str = "model.safetensors") -> Path:
     return folder / file
 
 
-def blank(name: str) -> ImageSet:
-    """Return a data set with one black image: the shapes, statistics and classes without the data."""
-    mean, std = STATISTICS[name]
-    size = 32 if len(mean) == 3 else 28
-    images, labels = torch.zeros(1, len(mean), size, size, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
-    return ImageSet(name, images, labels, images, labels, mean, std, CLASSES[name])
+def blank(name: str, about: Mapping[str, Any] | None = None) -> ImageSet:
+    """Return a data set with one black image: the shapes, statistics and classes without the data.
+
+    Args:
+        name: of the data set.
+        about: what a run has stored of it (``RunFolder.data``); needed for images of one's own.
+    """
+    if name == "images":
+        shape, classes = (about or {})["shape"], tuple((about or {})["classes"])
+    else:
+        shape, classes = ((3, 32, 32) if name in ("cifar10", "svhn") else (1, 28, 28)), CLASSES[name]
+    images, labels = torch.zeros(1, *shape, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+    return ImageSet(name, images, labels, images, labels, *statistics(name, shape[0]), classes)
 
 
 def plain_layers(model: nn.Module, example_input: Tensor, goal: Goal | None = None) -> nn.Module:
@@ -68,7 +76,7 @@ def export_network(
     if onnx is not None and program is not None and onnx.resolve() == program.resolve():
         raise ValueError(f"expected two files, got {onnx} for both")
     folder = RunFolder(run)
-    model, data = trained_network(folder).eval(), blank(folder.config().data)
+    model, data = trained_network(folder).eval(), blank(folder.config().data, folder.data())
     example = normalize(data.test_images, data.mean, data.std)
     parameters_of_run = sum(parameter.numel() for parameter in model.parameters())
     model = plain_layers(model, example, goal)

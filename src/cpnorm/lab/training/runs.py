@@ -178,7 +178,10 @@ class RunFolder:
         if change := describe_change(data, self.data().get("sha256")):
             raise RunError(f"{self.path} cannot be resumed: {change}")
         folder = None if data.folder is None else str(data.folder.resolve())
-        write_json(self / "data.json", {"name": data.name, "folder": folder, "sha256": data.sha256})
+        about: dict[str, Any] = {"name": data.name, "folder": folder, "sha256": data.sha256}
+        if data.name == "images":  # of which the name says nothing
+            about |= {"shape": list(data.train_images.shape[1:]), "classes": list(data.classes)}
+        write_json(self / "data.json", about)
 
     def data(self) -> dict[str, Any]:
         """Return the name, the folder and the SHA-256 of the data of the run; empty if none were stored."""
