@@ -100,7 +100,7 @@ def _reason(module: nn.Module) -> str:
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
         return "a recurrent layer: torch passes its packed weights to one kernel"
     if isinstance(module, nn.MultiheadAttention):
-        return "a packed projection of an nn.MultiheadAttention that could not be rewritten as linear layers"
+        return "a packed projection of query, key and value: shrink makes linear layers of it if all calls are alike"
     if isinstance(module, nn.Bilinear):
         return "a bilinear layer: its weight is multiplied with two inputs"
     if isinstance(module, LAYERS):
