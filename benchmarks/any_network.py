@@ -15,6 +15,7 @@ profiler stays attached once it was used, and slows later launches: take times w
 
     python benchmarks/any_network.py --device cuda --out FILE      # all networks, eager and compiled
     python benchmarks/any_network.py --out FILE                    # two small ones on the CPU, in float32
+    OMP_NUM_THREADS=1 python benchmarks/any_network.py --processor-time --out FILE    # on a busy machine
     python benchmarks/any_network.py --device cuda --network resnet18-224 --layout channels_last --busy
     python benchmarks/any_network.py --device cuda --network resnet18-224 --compiled yes --mode reduce-overhead
 """
@@ -154,14 +155,14 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def seconds(run: Callable[[], None], device: str, calls: int) -> float:
+def seconds(run: Callable[[], None], device: str, calls: int, clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the time of one of several calls in a row."""
     wait(device)
-    start = time.perf_counter()
+    start = clock()
     for _ in range(calls):
         run()
     wait(device)
-    return (time.perf_counter() - start) / calls
+    return (clock() - start) / calls
 
 
 def host_ms(run: Callable[[], None], calls: int = 9) -> float:
@@ -195,6 +196,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return a row for each variant of one network."""
     device, rounds, calls = options.device, options.rounds, options.calls
+    clock = time.process_time if options.processor_time else time.perf_counter
     torch.manual_seed(0)
     plain, batch = build(name).to(device), batch_of(name, size, device)
     if options.layout == "channels_last" and batch[0].ndim == 4:
@@ -235,7 +237,7 @@ def measure(
         times: dict[str, list[float]] = {kind: [] for kind in kinds}
         for _ in range(rounds):
             for kind in kinds:
-                times[kind].append(seconds(action(loops[kind]), device, calls))
+                times[kind].append(seconds(action(loops[kind]), device, calls, clock))
         for kind in kinds:
             median = statistics.median(times[kind])
             rows[kind][f"{attribute}_ms"] = 1e3 * median
@@ -266,6 +268,7 @@ def main() -> None:
     parser.add_argument("--busy", action="store_true", help="profile the kernels, too")
     parser.add_argument("--compiled", choices=("no", "yes", "both"), default="no")
     parser.add_argument("--mode", choices=("default", "reduce-overhead"), default="default", help="of torch.compile")
+    parser.add_argument("--processor-time", action="store_true", help="on a busy CPU, with one thread")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     commit = (
@@ -274,6 +277,8 @@ def main() -> None:
     )
     hardware = torch.cuda.get_device_name() if options.device == "cuda" else timing.cpu_name()
     precision = "bf16 autocast" if options.device == "cuda" else f"float32, {torch.get_num_threads()} thread(s)"
+    if options.processor_time:
+        precision += f", processor time on a busy machine (load {os.getloadavg()[0]:.0f})"
     head = {"commit": commit, "torch": torch.__version__, "hardware": hardware, "precision": precision}
     batches = BATCHES if options.device == "cuda" else BATCHES | CPU_BATCHES
     kinds = options.variant or list(VARIANTS)

@@ -38,11 +38,9 @@ def section(found: dict[str, Any], speeds: Sequence[dict[str, Any]] = ()) -> str
         cells = [f"{got[share]:.3g}" if share in got else "not measured" for share in shares]
         lines.append(f"| {method} | {' | '.join(cells)} |")
     lines += ["", f"Dense: {rows[0]['perplexity']:.3g}. {caption} ({found['machine']['gpu'] or 'CPU'})."]
-    sizes = [row for row in rows if row.get("file in bf16, MB") and str(row["method"]).startswith("cpnorm")]
-    for row in sizes:
-        lines.append(
-            f"{row['method']}, {100 * row['removed']:.0f} % removed: {row['file in bf16, MB']:.0f} MB in bfloat16."
-        )
+    sizes = [row["file in bf16, MB"] for row in rows if row["method"] == "cpnorm" and "file in bf16, MB" in row]
+    if sizes:
+        lines.append(f"Files of cpnorm's networks in bfloat16: {', '.join(f'{size:.0f}' for size in sizes)} MB.")
     for speed in speeds:
         lines += ["", *speed_lines(speed)]
     return "\n".join(lines)

@@ -94,11 +94,25 @@ def _any_network(path: Path, device: str) -> list[str]:
             )
             if key == "train_of_plain" and record["variant"] == "plain":
                 row["plain, ms"] = record["train_ms"]
+            elif key == "own_memory":
+                row[record["variant"]] = record[key] / 1e6
             else:
-                row[record["variant"]] = record[key] / 1e6 if key == "own_memory" else record[key]
+                row[record["variant"]] = _range(_again(records, record, key))
         if rows:
             lines += ["", f"**{caption}**", "", *_table(rows.values())]
     return lines
+
+
+def _again(records: list[dict[str, Any]], record: dict[str, Any], key: str) -> list[float]:
+    """Return all measurements of what a record measured, at its commit."""
+    same = ("network", "compiled", "variant", "commit")
+    return [other[key] for other in records if key in other and all(other[name] == record[name] for name in same)]
+
+
+def _range(values: list[float]) -> float | str:
+    """Return one value as it is, and several as a range."""
+    low, high = (_number(value) for value in (min(values), max(values)))
+    return values[0] if low == high else f"{low} to {high}"
 
 
 def _commits(records: list[dict[str, Any]]) -> str:
@@ -108,11 +122,12 @@ def _commits(records: list[dict[str, Any]]) -> str:
     """
     cells = {(r["network"], r["compiled"], r["variant"]): r["commit"][:7] for r in records}
     last = records[-1]["commit"][:7]
-    networks = {network for (network, *_), commit in cells.items() if commit == last}
+    networks = {(network, compiled) for (network, compiled, _), commit in cells.items() if commit == last}
     others: dict[str, set[str]] = {}
-    for (network, _, variant), commit in cells.items():
+    for (network, compiled, variant), commit in cells.items():
         if commit != last:
-            others.setdefault(commit, set()).add(variant if network in networks else network)
+            name = variant if (network, compiled) in networks else network + ", compiled" * compiled
+            others.setdefault(commit, set()).add(name)
     return f"commit {last}" + "".join(f"; {', '.join(sorted(names))}: {commit}" for commit, names in others.items())
 
 

@@ -175,7 +175,7 @@ def test_the_rows_on_real_networks_are_what_the_records_say() -> None:
     rows = re.findall(
         r"^\| ResNet-(\d+), .*? \| (\S+) \| (\S+) M \| dense: ([\d.]+)(.*) \| `.*--shares (\S+)` \|$", README, re.M
     )
-    assert len(rows) >= 2
+    assert rows
     for depth, accuracy, parameters, dense, peers, share in rows:
         paths = sorted((ROOT / "results/networks").glob(f"resnet{depth}-*.jsonl"))  # the last one counts
         lines = [line for path in paths for _, line in read_records(path) if "seed" not in line]
@@ -185,6 +185,17 @@ def test_the_rows_on_real_networks_are_what_the_records_say() -> None:
         assert float(parameters) == pytest.approx(cut["cpnorm"]["parameters"] / 1e6, abs=0.0051)
         for peer, number in re.findall(r"; ([\w ]+): ([\d.]+)", peers):
             assert float(number) == cut[peer.lower().replace(" ", "-")]["accuracy"]
+    (row,) = re.findall(
+        r"^\| SmolLM2-135M, perplexity, (\d+) % .*? \| (\S+) \| (\d+) M \| dense: (\S+); (.*): (\S+) \|", README, re.M
+    )
+    share, cpnorm_s, millions, dense, peer, others = row
+    lines = next(
+        iter(json.loads((ROOT / "benchmarks/results/language_model_cuda.json").read_text())["tables"].values())
+    )
+    cut = {line["method"]: line for line in lines if round(100 * line["removed"]) in (0, int(share))}
+    found = [cut[method]["perplexity"] for method in ("cpnorm", "dense", peer)]
+    assert [float(cpnorm_s), float(dense), float(others)] == pytest.approx(found, abs=0.051)
+    assert int(millions) == round(cut["cpnorm"]["parameters"] / 1e6)
 
 
 def test_the_claims_are_answered_as_the_records_do() -> None:
@@ -232,19 +243,36 @@ def test_the_speeds_are_those_of_the_benchmarks() -> None:
 
 
 def test_the_training_steps_are_those_of_the_benchmark() -> None:
-    lines = (ROOT / "benchmarks/results/any_network_cuda.jsonl").read_text().splitlines()
-    records = [record for record in map(json.loads, lines) if not record["compiled"]]
-    found = {(record["network"], record["variant"]): record["train_of_plain"] for record in records}
+    found = _loops("any_network_cuda")
     (headline,) = re.findall(r"^\| a training step .*$", README, re.M)
     numbers = re.findall(r"([\d.]+)×", headline)
     networks = ("resnet50-224", "vit_small", "gpt2", "resnet18-224", "resnet18-32")
-    steps = [found[network, "canonical, exact"] for network in networks]
+    steps = [step for network in networks for step in found[network, "canonical, exact", "train"]]
     expected = [min(steps), max(steps), *steps]
     assert [float(number) for number in numbers] == pytest.approx(expected, abs=0.0051)
     guide = (ROOT / "docs/guides/train.md").read_text()
     variants = ("canonical, exact", "canonical, rank .25", "canonical, cut to 5 %", "weight norm")
-    rows = re.findall(r"^\| [\w-]+, .*? \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", guide, re.M)
-    order = ("resnet18-224", "resnet50-224", "resnet18-32", "vit_small", "gpt2")
-    for network, row in zip(order, rows, strict=True):
-        expected = [found[network, variant] for variant in variants]
-        assert [float(number) for number in row] == pytest.approx(expected, abs=0.0051)
+    rows = [line.split("|")[2:-1] for line in re.findall(r"^\| [A-Z][\w-]+[,:] .*[\d–] \|$", guide, re.M)]
+    order = [(network, "train") for network in ("resnet18-224", "resnet50-224", "resnet18-32", "vit_small", "gpt2")]
+    order += [("alexnet-32", "train")]
+    on_cpu = [(network, action) for network in ("resnet20-32", "resnet18-32") for action in ("train", "evaluate")]
+    for (network, action), row in zip(order + on_cpu, rows, strict=True):
+        if row == rows[len(order)]:
+            found = _loops("any_network_cpu")
+        for variant, cell in zip(variants, row, strict=True):
+            steps = found.get((network, variant, action), [])
+            assert [float(number) for number in re.findall(r"[\d.]+", cell)] == pytest.approx(steps, abs=0.0051)
+
+
+def _loops(name: str) -> dict[tuple[str, str, str], list[float]]:
+    """Return all measurements at the newest commit, in plain steps or evaluations, by network, variant and action."""
+    lines = (ROOT / f"benchmarks/results/{name}.jsonl").read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if not record["compiled"]]
+    newest = {(record["network"], record["variant"]): record["commit"] for record in records}
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for record in records:
+        network, variant = record["network"], record["variant"]
+        if record["commit"] == newest[network, variant]:
+            for action in ("train", "evaluate"):
+                found.setdefault((network, variant, action), []).append(record[f"{action}_of_plain"])
+    return {key: sorted(values) for key, values in found.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +87,16 @@ def test_speed_is_measured_on_networks_of_the_same_shapes(model: Any, method: st
     wanted = cpnorm.factorize(small, example, measure=False, goal="parameters")
     split_siblings(wanted)
     assert shapes == sorted(tuple(p.shape) for p in wanted.parameters() if p.ndim > 1)
+
+
+def test_speed_needs_no_weights(model: Any, tmp_path: Path) -> None:
+    model.config.save_pretrained(tmp_path)
+    made = language_model_speed.untrained(tmp_path, "cpu")
+    assert {name: p.shape for name, p in made.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
+    ranks = dict.fromkeys(language_model.linears(made), 3)
+    example = {"input_ids": tokens()[:2], "use_cache": False}
+    cut = language_model_speed.of_ranks(made.bfloat16(), ranks, example)  # as on a GPU
+    assert cut(**example).logits.shape == made(**example).logits.shape
 
 
 def test_the_guide_has_the_table_of_the_record() -> None:
