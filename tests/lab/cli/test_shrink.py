@@ -164,6 +164,14 @@ def test_a_language_model_of_transformers_with_text(folder: Path, capsys: pytest
     assert "goes on after" in Path("small/report.html").read_text()
 
 
+def test_text_for_a_network_without_a_tokenizer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["shrink", language_model(folder), "--text", "text.txt", "--parameters", "80%", "--out", "small"]
+    for file in Path("llama").glob("tokenizer*"):
+        file.unlink()
+    assert main.main(words) != 0
+    assert "llama: expected the tokenizer's files, too" in " ".join(capsys.readouterr().err.split())
+
+
 def failing(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main.main(["shrink", *words, "--images", "digits", *GREY, "--out", "small"]) != 0
     assert not Path("small").exists()
