@@ -123,6 +123,8 @@ The weights are random, so that accuracy cannot be measured here; for that see
 {machine["cpu"]}, {machine["threads"]} thread(s), torch {machine["versions"]["torch"]}, load {machine["load"]} from
 others on the machine, {record["date"]}, commit {record["commit"]}. Remake it: `{record["command"]}`.
 
+{families()}
+
 ## Special cases
 
 - **Layers whose weight other code reads stay dense** in `factorize`, and the report gives that reason: the patch
@@ -138,6 +140,24 @@ others on the machine, {record["date"]}, commit {record["commit"]}. Remake it: `
 - **Images flattened by `view`** cannot be channels last at that point: such models keep their layout.
 """
     return "\n".join(lines) + "\n" + text
+
+
+def families() -> str:
+    """Return what the record of network families says, as Markdown."""
+    record = json.loads((timing.RESULTS / "zoo_families_cpu.json").read_text())
+    rows, left_out = record["tables"]["families"], len(record["left_out"])
+    passed = sum(row["result"] == "passed" for row in rows)
+    others = "\n".join(
+        f"- {row['network']} ({row['from']}): {row['result']}" for row in rows if row["result"] != "passed"
+    )
+    return f"""## Families of networks
+
+`benchmarks/zoo_families.py` takes one network of each family of pytorchcv and transformers through the exact form, a
+cut to half, `save` and `load`, `fold` and `factorize`, and compares outputs after each step. Of {len(rows)} networks
+{passed} passed; {left_out} more were not reached in the time given (commit {record["commit"]},
+`{record["command"]}`). The others:
+
+{others}"""
 
 
 def main() -> None:
