@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import time
 from typing import Any
 
 import pytest
@@ -192,6 +193,27 @@ def test_latency_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.5 < small.report.milliseconds_after <= 0.6
     with pytest.raises(ValueError, match="latency_ms: expected at least about"):
         cpnorm.shrink(model, x, latency_ms=0.201)
+
+
+class Sleeping(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.calls = seconds, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        time.sleep(self.seconds)
+        return x
+
+
+def test_milliseconds_are_those_of_each_model_in_order() -> None:
+    slow, quick = Sleeping(0.02), Sleeping(0.002)
+    job = ShrinkJob(network(), as_batches(images()), images(1), None, lambda *_: None)
+    before, after = job.milliseconds(slow, quick)
+    assert before >= 20
+    assert 2 <= after < 0.5 * before
+    assert slow.calls == quick.calls > 3  # the slower one is timed as often
+    assert job.milliseconds(quick) < 0.5 * before
 
 
 def test_fine_tuning_is_the_users_and_its_result_is_factorised() -> None:

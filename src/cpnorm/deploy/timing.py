@@ -22,6 +22,7 @@ def fastest(
     *,
     cuda_graph: bool = False,
     enough_seconds: float = ENOUGH_SECONDS,
+    drop_slow: bool = True,
 ) -> dict[Key, float]:
     """Return the seconds of each run, fastest first: its best round, since a busy machine only ever adds time.
 
@@ -33,6 +34,7 @@ def fastest(
         device: where they run.
         cuda_graph: capture each as a CUDA graph, so that the kernels are timed and not their launches.
         enough_seconds: spend no more than this on the rounds.
+        drop_slow: leave slow runs after two rounds, so that their times are rough.
     """
 
     def seconds(run: Callable[[], object]) -> float:
@@ -48,7 +50,7 @@ def fastest(
         runs = _as_cuda_graphs(runs)
     best = dict.fromkeys(runs, float("inf"))
     alive, rounds, calm, spent = list(runs), 0, 0, 0.0
-    while rounds < LEAST_ROUNDS or (len(alive) > 1 and spent < enough_seconds):
+    while rounds < LEAST_ROUNDS or ((len(alive) > 1 or not drop_slow) and spent < enough_seconds):
         if calm >= CALM_ROUNDS and spent >= LEAST_SECONDS:
             break
         rounds, calm = rounds + 1, calm + 1
@@ -58,7 +60,7 @@ def fastest(
             if taken < 0.97 * best[key]:
                 calm = 0
             best[key] = min(best[key], taken)
-        if rounds > 1:
+        if rounds > 1 and drop_slow:
             alive = [key for key in alive if best[key] <= HOPELESS * min(best.values())]
     return dict(sorted(best.items(), key=lambda item: item[1]))
 

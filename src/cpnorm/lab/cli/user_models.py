@@ -196,9 +196,7 @@ def read_text(file: Path, source: str, length: int, samples: int, batch: int) ->
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{folder}: expected the tokenizer's files, too, as save_pretrained writes them"
-        ) from error
+        raise ValueError(f"{folder}: expected the tokenizer's files, too, as save_pretrained writes them") from error
     tokens = tokenizer(file.read_text(encoding="utf-8"), verbose=False, add_special_tokens=False)["input_ids"]
     windows = torch.tensor(tokens[: len(tokens) // length * length]).reshape(-1, length)
     if len(windows) < 2:
