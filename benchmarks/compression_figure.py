@@ -129,13 +129,14 @@ def _commits(records: Sequence[Record]) -> str:
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
-    """Draw accuracy against parameters and against FLOPs, one row for each network: lines cut, dots fine-tuned."""
+    """Draw accuracy against parameters and against FLOPs, a row for each network that was cut."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = networks(records)
+    found = networks(records)
+    shown = {name: here for name, here in found.items() if {r["method"] for r in here} != {"dense"}} or found
     figure, axes = pyplot.subplots(
         len(shown), 2, figsize=(11, 3.6 * len(shown)), squeeze=False, layout="constrained", sharey="row"
     )

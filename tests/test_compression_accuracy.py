@@ -161,6 +161,15 @@ def test_of_two_records_of_one_measurement_the_later_counts(tmp_path: Path) -> N
     assert page.endswith("](f.png)\n<!-- /figures -->\nb\n")
 
 
+def test_a_network_without_cuts_is_not_drawn(tmp_path: Path) -> None:
+    base = {"data": "d", "dense_accuracy": 90.0, "accuracy": 90.0, "parameters": 10, "dense_parameters": 10}
+    base |= {"flops": 10, "dense_flops": 10}
+    cut = [{**base, "network": "n", "method": "dense"}, {**base, "network": "n", "method": "svd", "parameters": 5}]
+    for name, records in (("one.png", cut), ("two.png", [*cut, {**base, "network": "m", "method": "dense"}])):
+        compression_figure.draw(records, tmp_path / name)
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
+
+
 def test_the_guides_figures_are_those_of_the_records() -> None:
     page = ROOT / "docs" / "guides" / "pretrained.md"
     records = compression_figure.read(sorted((ROOT / "results" / "networks").glob("*.jsonl")))
