@@ -190,19 +190,44 @@ def goal_table(runs: Mapping[str, Sequence[Record]], measured: Mapping[str, Any]
         here = runs.get(goal.row, [])
         control = runs.get(goal.control, [])
         cost = measured.get("networks", {}).get(folder_name(goal.row), {})
-        reached, count = "not run", "–"
+        reached, count = "no finished run", "–"
         if here:
             met = mean(here) >= goal.accuracy and here[0]["parameters"] <= goal.parameters
             verdict = "too few runs" if len(here) < RUNS else "**met**" if met else "not met"
             reached, count = f"{accuracy(here)}: {verdict}", f"{here[0]['parameters']:,}"
         narrow = measured.get("networks", {}).get(folder_name(goal.control), {})
-        dense = f"{accuracy(control)} at {control[0]['parameters']:,}" if control else "not run"
+        dense = f"{accuracy(control)} at {control[0]['parameters']:,}" if control else "no finished run"
         if narrow:
             dense += f"; {narrow['flops_dense'] / 1e6:.1f} MFLOP, {narrow['ms_dense']:.2f} ms"
         flops = " / ".join(f"{cost[k] / 1e6:.1f}" for k in ("flops_factorised", "flops_dense") if k in cost) or "–"
         times = " / ".join(f"{cost[k]:.2f}" for k in ("ms_factorised", "ms_dense") if k in cost) or "–"
         lines.append(f"| {goal.name} | {reached} | {count} | `{goal.row}` | {dense} | {flops} | {times} |")
     return "\n".join(lines)
+
+
+def stopped_table(runs: Mapping[str, Sequence[Record]], folder: Path = RESULTS) -> str:
+    """Return a Markdown table of the runs that were stopped, beside finished canonical ones at the same epoch."""
+    found: dict[str, list[Record]] = defaultdict(list)
+    path = folder / "stopped.json"
+    for run in json.loads(path.read_text()) if path.exists() else ():
+        if run["seed"] not in {there["seed"] for there in runs.get(run["row"], ())}:
+            found[run["row"]].append(run)
+    lines = [
+        "| row | parameters | stopped after epoch | accuracy there, % | canonical row at that epoch, % |",
+        "|---|---:|---:|---|---|",
+    ]
+    for row, stopped in found.items():
+        first = stopped[0]
+        epoch, canonical = first["epochs"], runs.get(row.partition("-dense")[0], []) if "-dense" in row else []
+        beside = accuracy(at_epoch(canonical, epoch)) if canonical else "–"
+        here = f"{epoch} of {first['config']['epochs']} | {accuracy(at_epoch(stopped, epoch))}"
+        lines.append(f"| `{row}` | {first['parameters']:,} | {here} | {beside} |")
+    return "\n".join(lines)
+
+
+def at_epoch(runs: Sequence[Record], epoch: int) -> list[Record]:
+    """Return the runs as if this epoch were their last one."""
+    return [{"test_accuracy_last": run["curve"]["test_accuracy"][epoch - 1]} for run in runs]
 
 
 def others_table() -> str:
@@ -281,7 +306,7 @@ def main() -> None:
     measured = json.loads(costs_file.read_text()) if costs_file.exists() else {}
     runs = read()
     parts = {"goals": goal_table(runs, measured), "earlier": earlier_table()}
-    parts |= {"others": others_table(), "trials": pilot_table()}
+    parts |= {"stopped": stopped_table(runs), "others": others_table(), "trials": pilot_table()}
     PAGE.write_text(with_parts(PAGE.read_text(), parts))
     draw(earlier() | runs, FIGURE)
 

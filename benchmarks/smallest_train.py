@@ -8,7 +8,8 @@ stop the next one.
 FOLDER has few files, which are true at any moment: ``log.txt``, a copy of the records of each table after each run that
 ends, and ``networks.tar.gz`` after each stage: the networks of seed 0, and checkpoints of runs that the time did not
 suffice for. ``--resume FOLDER`` continues from such a folder. ``--install FOLDER`` trains nothing: it adds the records
-to results/records and the networks to results/records/networks.
+to results/records, the networks to results/records/networks, and the curves of runs that were stopped to
+results/records/stopped.json.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fnmatch
+import json
 import shutil
 import sys
 import tarfile
@@ -26,6 +28,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cpnorm.lab.data.images import ImageSet
 from cpnorm.lab.paper import records, reproduce
 from cpnorm.lab.paper.jobs import Results, wanted_rows
@@ -33,7 +37,9 @@ from cpnorm.lab.paper.protocols import Protocol
 from cpnorm.lab.paper.tables import Table
 from cpnorm.lab.training import steps
 from cpnorm.lab.training.jsonfiles import read_lines
+from cpnorm.lab.training.run_networks import blank
 from cpnorm.lab.training.runs import RunFolder
+from cpnorm.lab.training.setup import build_model
 from cpnorm.lab.training.trainer import Options
 from smallest import RESULTS, folder_name
 
@@ -165,8 +171,33 @@ def install(folder: Path, results: Path = RESULTS) -> list[str]:
                 RunFolder(run).record()  # raises if a file is damaged
                 shutil.copytree(run, results / "networks" / folder_name(key), dirs_exist_ok=True)
                 added.append(f"{key}: network of seed 0")
+        runs = sorted(path.parent for path in Path(unpacked).glob("records-*/*/*/checkpoint.pt"))
+        stopped = [stopped_run(run, f"{run.parent.parent.name}/{run.parent.name}") for run in runs]
+    if stopped:
+        path = results / "stopped.json"
+        known = {(line["row"], line["seed"]): line for line in json.loads(path.read_text())} if path.exists() else {}
+        known |= {(line["row"], line["seed"]): line for line in stopped}
+        path.write_text("[\n" + ",\n".join(map(json.dumps, known.values())) + "\n]\n")
+        added += [f"{line['row']}, seed {line['seed']}: stopped after epoch {line['epochs']}" for line in stopped]
     shutil.rmtree(results / ".claims", ignore_errors=True)
     return added
+
+
+def stopped_run(folder: Path, row: str) -> dict[str, Any]:
+    """Return what a run that was stopped had reached: not a record, because its last epochs are missing."""
+    run = RunFolder(folder)
+    config = run.config()
+    network = build_model(config, blank(config.data), torch.device("cpu"))
+    lines = [line for _, line in read_lines(folder / "metrics.jsonl")]
+    return {
+        "row": row,
+        "seed": config.seed,
+        "config": config.to_json(),
+        "parameters": sum(p.numel() for p in network.parameters()),
+        "epochs": lines[-1]["epoch"],
+        "curve": {name: [line[name] for line in lines] for name in ("loss", "train_accuracy", "test_accuracy")},
+        "environment": json.loads((folder / "environment.json").read_text()),
+    }
 
 
 def few_images() -> None:

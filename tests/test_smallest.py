@@ -97,3 +97,21 @@ def test_the_page_is_made_from_the_records(tmp_path: Path) -> None:
     assert "99.30 ± 0.00 (8): not met" in smallest.goal_table(worse, {})
     smallest.draw(runs, tmp_path / "figure.svg")
     assert (tmp_path / "figure.svg").read_text().startswith("<?xml")
+
+
+def test_stopped_runs_stand_beside_the_canonical_ones_at_the_same_epoch(tmp_path: Path) -> None:
+    dense = {"row": "records-mnist/5k-dense", "parameters": 4943, "epochs": 2, "config": {"epochs": 3}}
+    stopped = [dense | {"seed": seed, "curve": {"test_accuracy": [9.0, 98.0 + seed]}} for seed in range(2)]
+    (tmp_path / "stopped.json").write_text(json.dumps(stopped))
+    canonical = {"seed": 0, "curve": {"test_accuracy": [9.5, 99.0, 99.5]}}
+    runs = {"records-mnist/5k": [canonical]}
+    line = "| `records-mnist/5k-dense` | 4,943 | 2 of 3 | 98.50 ± 0.71 (2) | 99.00 (1) |"
+    assert smallest.stopped_table(runs, tmp_path).splitlines()[2:] == [line]
+    finished = runs | {"records-mnist/5k-dense": [{"seed": 0}, {"seed": 1}]}
+    assert len(smallest.stopped_table(finished, tmp_path).splitlines()) == 2
+
+
+def test_stopped_runs_were_trained_with_the_settings_of_their_rows() -> None:
+    for run in json.loads((ROOT / "results/records/stopped.json").read_text()):
+        assert Config.from_json(run["config"]) == ROWS[run["row"]].config.replace(seed=run["seed"])
+        assert len(run["curve"]["test_accuracy"]) == run["epochs"] < run["config"]["epochs"]

@@ -83,6 +83,16 @@ def test_runs_that_the_time_did_not_suffice_for_continue(tmp_path: Path, monkeyp
     monkeypatch.setattr(time, "monotonic", clock)
 
     assert records_of(tmp_path / "first/out") == []
+    results = tmp_path / "results"
+    results.mkdir()
+    for _ in range(2):
+        assert smallest_train.install(tmp_path / "first/out", results) == [
+            f"{longer.key}, seed 0: stopped after epoch 2"
+        ]
+    (stopped,) = json.loads((results / "stopped.json").read_text())
+    assert stopped["parameters"] <= 4000
+    assert len(stopped["curve"]["test_accuracy"]) == 2
+    assert not (results / "networks").exists()
     second, epochs = session(tmp_path / "second"), []
     second.resume(tmp_path / "first/out")
     monkeypatch.setattr(second, "_watch", lambda trainer, line: epochs.append(line["epoch"]))
