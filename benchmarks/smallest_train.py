@@ -1,9 +1,9 @@
 """Train rows of ``cpnorm.lab.paper.records`` within a given time, and leave whatever is finished in one folder.
 
 ``python benchmarks/smallest_train.py --out FOLDER --time-limit 540 records-mnist/5k,records-mnist/lenet-8k@8`` runs one
-stage after the other. A stage is rows or tables, separated by commas, that are trained side by side, and the number of
-their seeds after an @ (8 without); a name may have wildcards, as "records-pilot/70k-*". A stage that fails does not
-stop the next one.
+stage after the other. A stage is rows or tables, separated by commas, and the number of their seeds after an @ (8
+without); a name may have wildcards, as "records-pilot/70k-*". ``--parallel-runs`` of its runs are trained side by side:
+few of them end, and are records, while time is left for the others. A stage that fails does not stop the next one.
 
 FOLDER has few files, which are true at any moment: ``log.txt``, a copy of the records of each table after each run that
 ends, and ``networks.tar.gz`` after each stage: the networks of seed 0, and checkpoints of runs that the time did not
@@ -51,9 +51,11 @@ KEPT = ("config.json", "data.json", "environment.json", "metrics.jsonl", "model.
 class Session:
     """The stages of one call: a clock, a folder that is brought back, and one for work that is not."""
 
-    def __init__(self, out: Path, work: Path, seconds: float, *, smoke: bool, options: Options) -> None:
+    def __init__(
+        self, out: Path, work: Path, seconds: float, *, parallel_runs: int = 8, smoke: bool, options: Options
+    ) -> None:
         self.out, self.results, self.work = out, work / "results", work / "runs"
-        self.smoke, self.options, self.failed = smoke, options, False
+        self.parallel_runs, self.smoke, self.options, self.failed = parallel_runs, smoke, options, False
         self.end = time.monotonic() + seconds
         for folder in (out, self.results, self.work):
             folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +74,7 @@ class Session:
             shutil.copy(path, self.out / path.name)
 
     def run(self, stage: str) -> None:
-        """Run a stage such as ``records-mnist/5k@8`` side by side, and pack what is there."""
+        """Run a stage such as ``records-mnist/5k@8``, and pack what is there."""
         names, _, count = stage.partition("@")
         try:
             protocol, seeds = self._protocol(), 1 if self.smoke else int(count or 8)
@@ -89,7 +91,7 @@ class Session:
                 self.work,
                 protocol,
                 self.options,
-                parallel_runs=len(rows) * seeds,
+                parallel_runs=self.parallel_runs,
                 time_limit=max(self.left - RESERVE, 1),
             )
             left = reproduce.reproduce(request, announce=self.say, observers=[self._watch])
@@ -219,6 +221,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("stages", nargs="*", help="rows or tables, separated by commas, @ and the number of seeds")
     parser.add_argument("--out", type=Path, help="folder that is to be brought back")
     parser.add_argument("--time-limit", type=float, default=240, help="seconds")
+    parser.add_argument("--parallel-runs", type=int, default=8, help="runs of a stage that share the device")
+    parser.add_argument("--compile", action="store_true", help="compile the steps, which takes half a minute at first")
     parser.add_argument("--data-dir", type=Path, help="default: $CPNORM_DATA, then the user's cache")
     parser.add_argument("--resume", type=Path, metavar="FOLDER", help="continue what this folder has")
     parser.add_argument("--install", type=Path, metavar="FOLDER", help="add what this folder has to the results")
@@ -229,14 +233,22 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     if not given.out or not given.stages:
         parser.error("expected stages and --out FOLDER")
-    steps.COMPILE_FROM_STEPS = steps.COMPILE_PREBUILT_FROM_STEPS = 10**9  # compiling may take longer than there is
+    if not given.compile:
+        steps.COMPILE_FROM_STEPS = steps.COMPILE_PREBUILT_FROM_STEPS = 10**9  # may take longer than there is
     reproduce.collect_figure_data = lambda trainer: {}  # type: ignore[attr-defined]  # takes seconds a run
     if given.smoke:
         few_images()
     reproduce.load = cache(reproduce.load)  # type: ignore[attr-defined]  # every stage asks for the same sets
     with tempfile.TemporaryDirectory() as work:
         options = Options(checkpoint_every=1e9, data_dir=given.data_dir)
-        session = Session(given.out, Path(work), given.time_limit, smoke=given.smoke, options=options)
+        session = Session(
+            given.out,
+            Path(work),
+            given.time_limit,
+            parallel_runs=given.parallel_runs,
+            smoke=given.smoke,
+            options=options,
+        )
         if given.resume:
             session.resume(given.resume)
         for stage in given.stages:

@@ -15,6 +15,7 @@ from cpnorm.lab.data.images import load
 from cpnorm.lab.paper import reproduce
 from cpnorm.lab.training.run_networks import trained_network
 from cpnorm.lab.training.runs import RunFolder
+from cpnorm.lab.training.trainer import Trainer
 
 
 @pytest.fixture
@@ -27,9 +28,11 @@ def embedded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reproduce, "require_official", lambda data: None)
 
 
-def session(folder: Path, seconds: float = 100) -> smallest_train.Session:
+def session(folder: Path, parallel_runs: int = 8) -> smallest_train.Session:
     options = smallest_train.Options(checkpoint_every=1e9)
-    return smallest_train.Session(folder / "out", folder / "work", seconds, smoke=True, options=options)
+    return smallest_train.Session(
+        folder / "out", folder / "work", 100, parallel_runs=parallel_runs, smoke=True, options=options
+    )
 
 
 def records_of(folder: Path) -> list[tuple[str, int]]:
@@ -66,36 +69,37 @@ def test_what_is_finished_is_brought_back_and_a_stage_that_fails_stops_no_other(
 
 @pytest.mark.usefixtures("embedded")
 def test_runs_that_the_time_did_not_suffice_for_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, clock = session(tmp_path / "first"), time.monotonic
+    first, clock = session(tmp_path / "first", parallel_runs=1), time.monotonic
+    protocol = first._protocol()
+    done, cut = (
+        dataclasses.replace(row, config=row.config.replace(epochs=4))
+        for row in map(protocol.row, ("records-mnist/4k", "records-mnist/5k"))
+    )
 
-    def stop(trainer: object, line: dict[str, int]) -> None:
-        if line["epoch"] == 2:
+    def stop(trainer: Trainer, line: dict[str, int]) -> None:
+        if trainer.config.rank == cut.config.rank and line["epoch"] == 2:
             monkeypatch.setattr(time, "monotonic", lambda: clock() + 1e6)  # the limit is over
 
-    protocol = first._protocol()
-    row = protocol.row("records-mnist/4k")
-    longer = dataclasses.replace(row, config=row.config.replace(epochs=4))
-    table = dataclasses.replace(protocol.tables["records-mnist"], rows=(longer,))
+    table = dataclasses.replace(protocol.tables["records-mnist"], rows=(done, cut))
     changed = dataclasses.replace(protocol, tables={"records-mnist": table})
     monkeypatch.setattr(smallest_train.Session, "_protocol", lambda self: changed)
     monkeypatch.setattr(first, "_watch", stop)
-    first.run(longer.key)
+    first.run("records-mnist")
     monkeypatch.setattr(time, "monotonic", clock)
 
-    assert records_of(tmp_path / "first/out") == []
+    assert records_of(tmp_path / "first/out") == [(done.key, 0)]
     results = tmp_path / "results"
     results.mkdir()
-    for _ in range(2):
-        assert smallest_train.install(tmp_path / "first/out", results) == [
-            f"{longer.key}, seed 0: stopped after epoch 2"
-        ]
+    told = f"{cut.key}, seed 0: stopped after epoch 2"
+    assert smallest_train.install(tmp_path / "first/out", results)[-1] == told
+    assert smallest_train.install(tmp_path / "first/out", results)[-1] == told
     (stopped,) = json.loads((results / "stopped.json").read_text())
-    assert stopped["parameters"] <= 4000
+    assert stopped["parameters"] <= 5000
     assert len(stopped["curve"]["test_accuracy"]) == 2
-    assert not (results / "networks").exists()
+    assert [path.name for path in (results / "networks").iterdir()] == ["mnist-4k"]
     second, epochs = session(tmp_path / "second"), []
     second.resume(tmp_path / "first/out")
     monkeypatch.setattr(second, "_watch", lambda trainer, line: epochs.append(line["epoch"]))
-    second.run(longer.key)
+    second.run("records-mnist")
     assert epochs == [3, 4]
-    assert records_of(tmp_path / "second/out") == [(longer.key, 0)]
+    assert records_of(tmp_path / "second/out") == [(done.key, 0), (cut.key, 0)]
