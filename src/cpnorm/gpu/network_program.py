@@ -106,8 +106,8 @@ class FusedGradients(FusedTerms):
             i for i, weight in enumerate(self._weights) if weight.data_ptr() != self._products[i].data_ptr()
         ]
         self._d_views = [self._as_weight(i, product) for i, product in enumerate(self._d_products)]
-        self._sources: list[int] = []
-        self._tables: dict[tuple[int, ...], Tensor] = {}
+        self._sources: tuple[Any, ...] = ()  # addresses and strides of the last gradients
+        self._tables: dict[tuple[Any, ...], Tensor] = {}
         self._source_table = self._integers([[0] * 5] * len(terms)).flatten()
         self._gathered = self._integers([row for i in range(len(terms)) for row in self._gather_programs(i)])
         self._run_build = Replayed(self._build)
@@ -153,16 +153,17 @@ class FusedGradients(FusedTerms):
 
     def _point_to(self, d_weights: Sequence[Tensor]) -> None:
         """Tell the kernel that gathers the gradients of the weights where autograd has put them."""
-        sources: list[int] = []
-        for d in d_weights:
-            sources += (d.data_ptr(), *d.stride(), *((0, 0) if d.ndim == 2 else ()))
-        if sources == self._sources:
+        key = (*map(Tensor.data_ptr, d_weights), *map(Tensor.stride, d_weights))
+        if key == self._sources:
             return
-        self._sources, key = sources, tuple(sources)
+        self._sources = key
         table = self._tables.get(key)  # an allocator repeats itself, often with a few turns
         if table is None:
             if len(self._tables) >= TABLES:
                 self._tables.clear()
+            sources: list[int] = []
+            for d in d_weights:
+                sources += (d.data_ptr(), *d.stride(), *((0, 0) if d.ndim == 2 else ()))
             # From pinned memory, so that the host does not wait for the work in front of the copy.
             numbers = torch.tensor(sources, dtype=torch.int64, pin_memory=self.device.type == "cuda")
             table = self._tables[key] = numbers.to(self.device, non_blocking=True)
@@ -173,7 +174,6 @@ class FusedGradients(FusedTerms):
         """Return the gradients of sigma, lambda and the vectors of all layers, in memory of their own."""
         zero = [i for i, d in enumerate(d_weights) if d is None]
         present = [torch.zeros_like(self._weights[i]) if d is None else d for i, d in enumerate(d_weights)]
-        present = [d if d.dtype == self.dtype else d.to(self.dtype) for d in present]
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # which takes no table from here
             for view, d in zip(self._d_views, present, strict=True):
                 view.copy_(d)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from operator import is_
 from typing import cast
 
 import torch
@@ -74,13 +75,15 @@ class CPLayer(CanonicalTerms):
         parameters = self._term_parameters()
         versions = [parameter._version for parameter in parameters]
         versions.append(weight._version)
-        prebuilt = self._form.prebuilt = Prebuilt((weight,), parameters, list(map(id, parameters)), versions)
+        prebuilt = self._form.prebuilt = Prebuilt((weight,), parameters, versions)
         prebuilt.dtype = parameters[1].dtype
         prebuilt.autocast = weight.device.type if weight.dtype != prebuilt.dtype else None
         if not weight.requires_grad:
             prebuilt.in_evaluation = True
             prebuilt.memory = tuple([parameter.detach() for parameter in parameters])
             prebuilt.addresses = [parameter.data_ptr() for parameter in parameters]
+            if weight.dtype == torch.float32:
+                prebuilt.product_on = "cuda" if weight.is_cuda else "cpu"
             if not parameters[1].is_cuda:  # which would have to wait for each comparison
                 prebuilt.lambdas = parameters[1].detach().clone()
 
@@ -110,7 +113,8 @@ class CPLayer(CanonicalTerms):
         found = [*map(version_of, current), first._version]
         lambdas = current[1]
         unfit = first.device != lambdas.device or lambdas.dtype != prebuilt.dtype
-        if unfit or found != versions or list(map(id, current)) != prebuilt.identities or not prebuilt.fits_autocast:
+        same = found == versions and all(map(is_, current, prebuilt.parameters))
+        if unfit or not same or not prebuilt.fits_autocast:
             form.prebuilt = None
             return None
         return tensors
@@ -122,9 +126,9 @@ class CPLayer(CanonicalTerms):
             return False
         current = self._term_parameters()
         if (
-            [*map(version_of, current), kept.tensors[0]._version] == kept.versions
+            all(map(is_, current, kept.parameters))
+            and [*map(version_of, current), kept.tensors[0]._version] == kept.versions
             and [*map(Tensor.data_ptr, current)] == kept.addresses
-            and [*map(id, current)] == kept.identities
             and not (torch.is_grad_enabled() and current[1].requires_grad)
             and (kept.lambdas is None or torch.equal(current[1], kept.lambdas))
         ):
@@ -142,9 +146,8 @@ class CPLayer(CanonicalTerms):
             kept = form.prebuilt
             return kept.for_product() if kept is not None and kept.in_evaluation and self._kept_is_valid(kept) else None
         # NetworkWeights has checked the parameters: only the objects may be others now.
-        if [*map(id, self._term_parameters())] != ready.identities or not ready.fits_autocast:
-            return None
-        return ready.tensors[0]
+        same = all(map(is_, self._term_parameters(), ready.parameters))
+        return ready.tensors[0] if same and ready.fits_autocast else None
 
     def _keeps_weight(self) -> bool:
         """Return True in evaluation, where the weight stays as it is until a parameter changes."""

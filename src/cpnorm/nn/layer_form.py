@@ -21,15 +21,15 @@ class Prebuilt:
 
     tensors: tuple[Tensor, ...]
     parameters: tuple[Tensor, ...] = ()  # the parameters from which it was built
-    identities: list[int] | None = None  # of these objects
     versions: list[int] | None = None  # of these and of the weight; None: its maker replaces it in time
     memory: tuple[Tensor, ...] = ()  # that of the parameters; held, so that other data cannot get the same address
-    addresses: list[int] | None = None  # where it begins
+    addresses: list[int] = field(default_factory=list)  # where it begins
     lambdas: Tensor | None = None  # their values, on the CPU: writes to ``parameter.data`` leave no other trace
     in_evaluation: bool = False  # kept over many calls; in training every forward pass builds it
     dtype: torch.dtype | None = None  # of the parameters
     autocast: str | None = None  # the kind of device if the weight has autocast's dtype
-    cast: Tensor | None = None  # of a weight kept in evaluation: the same in autocast's dtype
+    product_on: str | None = None  # the kind of device of a float32 weight kept in evaluation, which autocast casts
+    cast: Tensor | None = None  # the same weight in autocast's dtype
 
     @property
     def fits_autocast(self) -> bool:
@@ -41,9 +41,8 @@ class Prebuilt:
 
     def for_product(self) -> Tensor:
         """Return a weight kept in evaluation as torch would multiply by it here; autocast's cast is kept, too."""
-        weight = self.tensors[0]
-        kind = "cuda" if weight.is_cuda else "cpu"
-        if not torch.is_autocast_enabled(kind) or weight.dtype != torch.float32:
+        weight, kind = self.tensors[0], self.product_on
+        if kind is None or not torch.is_autocast_enabled(kind):
             return weight
         dtype = torch.get_autocast_dtype(kind)
         if self.cast is None or self.cast.dtype != dtype:
@@ -94,9 +93,7 @@ class Form:
     input_shape: torch.Size | None = None
 
 
-def compute_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype in which torch would multiply by this parameter: autocast's if it is on."""
+def autocast_kind(parameter: Tensor) -> str | None:
+    """Return the kind of device whose autocast, if it is on, casts this parameter for a product; None if none does."""
     kind = parameter.device.type
-    if parameter.dtype == torch.float32 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return parameter.dtype
+    return kind if parameter.dtype == torch.float32 and torch.amp.is_autocast_available(kind) else None

@@ -8,7 +8,7 @@ one program over the whole network. In between, the network runs exactly as a pl
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.convert import canonical_layers, including_tied
-from cpnorm.nn.layer_form import Prebuilt, compute_dtype, version_of
+from cpnorm.nn.layer_form import Prebuilt, autocast_kind, version_of
 from cpnorm.nn.planner import weight_shape
 from cpnorm.nn.prebuilt_graph import Terms, WeightsGraph
 from cpnorm.nn.prebuilt_op import build_weights, number_of
@@ -44,11 +44,13 @@ class NetworkWeights:
         self._layers = list(canonical_layers(model).values())
         tied = including_tied(model, canonical_layers(model)).values()
         self._tied = [[other for other in tied if tie_key(other) == tie_key(layer)] for layer in self._layers]
-        self._places: list[tuple[dict[str, Any], str]] = []
+        self._holders: list[dict[str, Any]] = []  # the dictionaries that hold the parameters, and their names there
+        self._names: list[str] = []
         for layer in self._layers:
-            self._places += [(layer._parameters, "sigma"), (layer._parameters, "lambdas")]
-            self._places += [(layer.factors._parameters, str(mode)) for mode in range(len(layer.modes))]
-        self._parameters = self._current()
+            modes = [*map(str, range(len(layer.modes)))]
+            self._holders += 2 * [layer._parameters] + len(modes) * [layer.factors._parameters]
+            self._names += ["sigma", "lambdas", *modes]
+        self._parameters: list[Any] = [*self._current()]
         # FSDP's layers hold shards between their calls: they build their own weights, and divide by the norms.
         self._sharded = any(type(parameter).__name__ == "DTensor" for parameter in self._parameters)
         self._factors = [factor for layer in self._layers for factor in layer.factors]
@@ -56,18 +58,21 @@ class NetworkWeights:
         self._terms: list[Tensor] = []
         self._signature: list[Any] = []
         self._addresses: list[Any] = []
+        self._autocast: str | None = None  # the kind of device whose autocast gives weights their dtype
         self._inputs: list[Any] | None = None  # shapes and strides of the last forward pass
         self._forms = [[layer._form for layer in group] for group in self._tied]
-        self._own: list[Terms] = []  # of each layer: terms, ids, place among all
+        self._own: list[Terms] = []  # of each layer: terms, place among all
         for layer in self._layers:
             terms = layer.canonical_parameters()
-            start = self._own[-1][2].stop if self._own else 0
-            self._own.append((terms, list(map(id, terms)), slice(start, start + len(terms))))
-        self._place_of = {tuple(identities): place for _, identities, place in self._own}
+            start = self._own[-1][1].stop if self._own else 0
+            self._own.append((terms, slice(start, start + len(terms))))
+        self._place_of = {tuple(map(id, terms)): place for terms, place in self._own}
+        self._sizes = [terms[1] for terms, _ in self._own]  # lambdas, as many as there are terms
         self._programs: dict[torch.dtype, Program] = {}
         self._built: dict[Program, tuple[list[int], list[Tensor]]] = {}
         self._trained: list[int] = []  # layers in the programs, by index
         self._graph: WeightsGraph | None = None
+        self._begun = False  # a forward pass, for which weights are ready
         self._renormalizer: Any = None
         for layer in (layer for group in self._tied for layer in group):
             layer.renormalizer = self
@@ -104,8 +109,8 @@ class NetworkWeights:
 
     # --- the state of the parameters ---
 
-    def _current(self) -> list[Any]:
-        return [parameters.get(name) for parameters, name in self._places]
+    def _current(self) -> Iterator[Any]:
+        return map(dict.get, self._holders, self._names)
 
     def applies(self) -> bool:
         """Return True if the layers still hold the parameters they had: no fold, no functional_call, no FSDP."""
@@ -150,7 +155,7 @@ class NetworkWeights:
         A frozen parameter in a program costs time only: autograd drops its gradient.
         """
         found: list[Any] = [*map(Tensor.data_ptr, self._parameters)]
-        found += [terms[1].size(0) for terms, _, _ in self._own]
+        found += map(Tensor.numel, self._sizes)
         found += [forms[0].path for forms in self._forms]
         if found == self._addresses and not thoroughly:
             return
@@ -166,7 +171,8 @@ class NetworkWeights:
             self._programs.clear()
             self._built.clear()
             self._graph = None
-            first = self._layers[0].lambdas
+            first = self._sizes[0]
+            self._autocast = autocast_kind(first)
             self._trained = [
                 index
                 for index, layer in enumerate(self._layers)
@@ -204,7 +210,7 @@ class NetworkWeights:
             self._trace_build()
         elif model is None:
             self._build(None)
-        else:
+        elif torch.is_grad_enabled():  # without gradients, layers build their own weights, and keep them
             self._build([(x.shape, x.stride()) for x in (*args, *(kwargs or {}).values()) if type(x) is Tensor])
 
     def _build(self, inputs: list[Any] | None) -> None:
@@ -221,12 +227,12 @@ class NetworkWeights:
                 if form.prebuilt is not None and form.prebuilt.versions is not None:  # not by ``use_prebuilt``
                     form.prebuilt = None
             return
-        lambdas = self._layers[0].lambdas
-        program = self.program(compute_dtype(lambdas))
+        program = self.program(self._dtype())
         graph = self._graph
         if graph is None or not graph.serves(self, program):
             graph = WeightsGraph(self, program, [self._own[index] for index in self._trained])
         self._graph = graph if program.in_place else None
+        self._begun = True
         for index, prebuilt in zip(self._trained, graph.begin(self, versions), strict=True):
             for form in self._forms[index]:
                 form.prebuilt = prebuilt
@@ -237,7 +243,7 @@ class NetworkWeights:
         """Have a compiler record the build as one operator; ``_after_forward`` takes the traced weights back."""
         if not self._traces():
             return
-        dtype = compute_dtype(self._layers[0].lambdas)
+        dtype = self._dtype()
         shapes = [weight_shape(layer) for layer in self.trained_layers()]
         # Not ``self.trained_terms()``: functional_call may have put others in their place.
         terms = [p for layer in self.trained_layers() for p in layer.canonical_parameters()]
@@ -251,12 +257,21 @@ class NetworkWeights:
         return compiling and self.enabled and len(self._trained) > 0 and torch.is_grad_enabled()
 
     def _after_forward(self, *_: object) -> None:
-        traces = self._traces()
-        for forms in self._forms:
-            for form in forms:
-                form.ready = None
-                if traces:
-                    form.prebuilt = None
+        if self._traces():
+            for form in (form for forms in self._forms for form in forms):
+                form.prebuilt = None
+        elif self._begun:
+            self._begun = False
+            for forms in self._forms:
+                for form in forms:
+                    form.ready = None
+
+    def _dtype(self) -> torch.dtype:
+        """Return the dtype in which torch would multiply by the weights: autocast's if it is on."""
+        kind = self._autocast
+        if kind is not None and torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+        return self._sizes[0].dtype
 
     def trained_layers(self) -> list[CPLayer]:
         """Return the layers whose weights the programs build, tied ones once."""

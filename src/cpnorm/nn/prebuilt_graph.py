@@ -14,7 +14,7 @@ from cpnorm.nn.layer_form import Prebuilt, version_of
 from cpnorm.nn.planner import weight_shape
 from cpnorm.nn.weight_programs import Program
 
-Terms = tuple[tuple[Tensor, ...], list[int], slice]  # of a layer: sigma, lambdas, factors; their ids; place among all
+Terms = tuple[tuple[Tensor, ...], slice]  # of a layer: sigma, lambdas, factors; their place among those of all layers
 
 
 class Owner(Protocol):
@@ -75,11 +75,11 @@ class WeightsGraph:
         self.stream = _stream(self.weights[0])
         first = own[0][0][1]
         autocast = first.device.type if self.weights[0].dtype != first.dtype else None
-        self._places = [place for _, _, place in own]
-        self._count = sum(len(terms) for terms, _, _ in own)
+        self._places = [place for _, place in own]
+        self._count = sum(len(terms) for terms, _ in own)
         self.prebuilt = [
-            Prebuilt((weight,), terms, identities, [], dtype=first.dtype, autocast=autocast)
-            for weight, (terms, identities, _) in zip(self.weights, own, strict=True)
+            Prebuilt((weight,), terms, [], dtype=first.dtype, autocast=autocast)
+            for weight, (terms, _) in zip(self.weights, own, strict=True)
         ]
 
     def serves(self, owner: Owner, program: Program) -> bool:
