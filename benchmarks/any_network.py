@@ -13,7 +13,7 @@ rounds, and ratios of medians to the plain network's. ``host_ms`` is the time un
 all its kernels on an idle GPU, and ``busy_ms`` the time its kernels take: the larger of the two bounds the step. A
 profiler stays attached once it was used, and slows later launches: take times without ``--busy``.
 
-    python benchmarks/any_network.py --device cuda --out FILE      # all networks, eager and compiled
+    python benchmarks/any_network.py --device cuda --out FILE      # all networks eager, one compiled: about 150 s
     python benchmarks/any_network.py --out FILE                    # two small ones on the CPU, in float32
     OMP_NUM_THREADS=1 python benchmarks/any_network.py --processor-time --out FILE    # on a busy machine
     python benchmarks/any_network.py --device cuda --network resnet18-224 --layout channels_last --busy
@@ -45,10 +45,13 @@ import timing
 from cpnorm.lab.training.models import alexnet
 from cpnorm.lab.training.networks import cifar_resnet
 
-BATCHES = {"resnet18-224": 64, "resnet50-224": 64, "resnet18-32": 512, "vit_small": 64, "gpt2": 8, "alexnet-32": 64}
+BATCHES = {"resnet18-32": 512, "alexnet-32": 64, "vit_small": 64, "resnet18-224": 64, "resnet50-224": 64, "gpt2": 8}
 CPU_BATCHES = {"resnet20-32": 32, "resnet18-32": 64}
 NETWORKS = tuple(BATCHES)
 VARIANTS = ("plain", "weight norm", "canonical, exact", "canonical, rank .25", "canonical, cut to 5 %")
+COMPILED = {"resnet18-224": ("plain", "canonical, exact", "canonical, cut to 5 %")}  # compiling takes long
+ROUNDS = {"resnet18-32": 15, "alexnet-32": 15, "gpt2": 3}  # more where the host is the bound, since its times vary
+PEER, WITH_PEER = "tensorly-torch", "resnet18-32"
 
 
 def build(name: str) -> nn.Module:
@@ -113,7 +116,7 @@ def variant(name: str, plain: nn.Module, kind: str) -> nn.Module:
         )
         ranks = cpnorm.ranks_for_budget(model, params=rest + (count - rest) // 20, skip=skip)
         cpnorm.canonical_norm(model, rank=ranks, init="kaiming_normal", skip=skip)
-    elif kind == "tensorly-torch":
+    elif kind == PEER:
         import peers
 
         layers = {n: m.weight.shape for n, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
@@ -195,7 +198,8 @@ def measure(
     name: str, size: int, kinds: list[str], compiled: bool, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Return a row for each variant of one network."""
-    device, rounds, calls = options.device, options.rounds, options.calls
+    device, calls = options.device, options.calls
+    rounds = options.rounds or ROUNDS.get(name, 5)
     clock = time.process_time if options.processor_time else time.perf_counter
     torch.manual_seed(0)
     plain, batch = build(name).to(device), batch_of(name, size, device)
@@ -260,13 +264,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--network", choices=tuple(BATCHES | CPU_BATCHES), action="append")
-    parser.add_argument("--variant", choices=(*VARIANTS, "tensorly-torch"), action="append")
+    parser.add_argument("--variant", choices=(*VARIANTS, PEER), action="append")
     parser.add_argument("--batch", type=int)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int)
     parser.add_argument("--calls", type=int, default=10)
     parser.add_argument("--layout", choices=("contiguous", "channels_last"), default="contiguous")
     parser.add_argument("--busy", action="store_true", help="profile the kernels, too")
-    parser.add_argument("--compiled", choices=("no", "yes", "both"), default="no")
+    parser.add_argument("--compiled", choices=("no", "yes", "both"))
     parser.add_argument("--mode", choices=("default", "reduce-overhead"), default="default", help="of torch.compile")
     parser.add_argument("--processor-time", action="store_true", help="on a busy CPU, with one thread")
     parser.add_argument("--out", type=Path)
@@ -280,15 +284,16 @@ def main() -> None:
     if options.processor_time:
         precision += f", processor time on a busy machine (load {os.getloadavg()[0]:.0f})"
     head = {"commit": commit, "torch": torch.__version__, "hardware": hardware, "precision": precision}
-    batches = BATCHES if options.device == "cuda" else BATCHES | CPU_BATCHES
-    kinds = options.variant or list(VARIANTS)
-    if importlib.util.find_spec("tltorch") and not options.variant:
-        kinds.append("tensorly-torch")
-    for compiled in {"no": [False], "yes": [True], "both": [False, True]}[options.compiled]:
-        for name in options.network or (NETWORKS if options.device == "cuda" else CPU_BATCHES):
-            chosen = kinds if not compiled else [k for k in kinds if k != "tensorly-torch"]
+    gpu = options.device == "cuda"
+    batches = BATCHES if gpu else BATCHES | CPU_BATCHES
+    ways = options.compiled or ("both" if gpu and not options.network else "no")
+    for compiled in {"no": [False], "yes": [True], "both": [False, True]}[ways]:
+        for name in options.network or (COMPILED if compiled else NETWORKS if gpu else CPU_BATCHES):
+            kinds = options.variant or list(COMPILED.get(name, VARIANTS) if compiled else VARIANTS)
+            if importlib.util.find_spec("tltorch") and not (options.variant or compiled or (gpu and name != WITH_PEER)):
+                kinds.append(PEER)
             size = options.batch or batches[name]
-            for row in measure(name, size, chosen, compiled, options):
+            for row in measure(name, size, kinds, compiled, options):
                 print(
                     f"{name:14} {row['mode']:15} {row['variant']:24}"
                     f" {row['train_ms']:8.2f} ms {row['train_of_plain']:5.2f}x"

@@ -15,6 +15,7 @@ from torch import nn
 import cpnorm
 from cpnorm.nn.weight_programs import TorchProgram
 from laws import close
+from ways import full_precision  # noqa: F401 (a fixture)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -166,7 +167,7 @@ def test_a_model_in_training_is_collected() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore::UserWarning")  # compilers': tensor cores, and what a CUDA graph cannot hold
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # torch's compiler, once in a process
 @pytest.mark.parametrize(
     ("autocast", "compiled", "channels_last"),
     [
@@ -200,6 +201,32 @@ def test_a_loop_on_a_gpu(autocast: bool, compiled: str | None, channels_last: bo
     fast, slow = trained(True), trained(False)
     for got, wanted in zip(fast.parameters(), slow.parameters(), strict=True):
         close(got.detach(), wanted.detach(), 2e-2 if autocast else 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("full_precision")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+def test_a_compiled_cuda_graph_sees_vectors_that_are_not_unit() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    cpnorm.renormalize_after(optimizer, model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, mode="reduce-overhead")
+    x = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1)).cuda()
+
+    def gradients(called: nn.Module) -> list[torch.Tensor]:
+        torch.compiler.cudagraph_mark_step_begin()
+        optimizer.zero_grad()
+        called(x).square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    for _ in range(4):  # the last ones replay a graph
+        gradients(compiled)
+        optimizer.step()
+    model.load_state_dict({key: 3 * value if "factors" in key else value for key, value in model.state_dict().items()})
+    for got, wanted in zip(gradients(compiled), gradients(model), strict=True):
+        if wanted.ndim < 2 or len(wanted) > 1:  # others are of unit length: no gradient
+            close(got, wanted, 1e-3)
 
 
 @pytest.mark.gpu

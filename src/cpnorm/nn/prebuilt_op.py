@@ -69,7 +69,10 @@ def _divided(layers: Sequence[Any], terms: Sequence[Tensor]) -> tuple[Tensor, ..
 def _operators() -> tuple[Callable[..., Any], ...]:
     """Register the operators, when the first model is trained."""
 
-    @torch.library.custom_op("cpnorm::build_weights", mutates_args=())
+    # A CUDA graph would replay the kernels of unit vectors for parameters that were loaded since, and are none.
+    outside = (torch.Tag.cudagraph_unsafe,)
+
+    @torch.library.custom_op("cpnorm::build_weights", mutates_args=(), tags=outside)
     def build(terms: list[Tensor], owner: int, dtype: torch.dtype) -> Tensor:
         found = _owners[owner]
         if found.trusts(terms):
@@ -81,7 +84,7 @@ def _operators() -> tuple[Callable[..., Any], ...]:
         shapes = [weight_shape(layer) for layer in _owners[owner].trained_layers()]
         return terms[0].new_empty(sum(_sizes(shapes)), dtype=dtype)
 
-    @torch.library.custom_op("cpnorm::term_gradients", mutates_args=())
+    @torch.library.custom_op("cpnorm::term_gradients", mutates_args=(), tags=outside)
     def gradients(d_weights: Tensor, terms: list[Tensor], owner: int, dtype: torch.dtype) -> Tensor:
         layers = _owners[owner].trained_layers()
         parts = _unpacked(d_weights, [weight_shape(layer) for layer in layers])
