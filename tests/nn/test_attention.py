@@ -144,3 +144,21 @@ def test_an_encoder_is_shrunk_in_all_its_layers() -> None:
     assert (got - wanted).norm() / wanted.norm() == pytest.approx(small.report.output_error, rel=0.01)
     torch.export.export(small.model, (x,))
     assert model.layers[0].self_attn.in_proj_weight.shape == (3 * WIDTH, WIDTH)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # which torch's fast path makes
+def test_a_shrunk_encoder_has_values_at_hidden_positions_as_torch_has_in_training() -> None:
+    model, x = encoder(dropout=0.0), torch.randn(32, TARGETS, WIDTH)
+    hidden = torch.arange(TARGETS) >= torch.full((32, 1), 3)
+    given = {"src": x, "src_key_padding_mask": hidden}
+    small = cpnorm.shrink(model, given, parameters=0.97)
+    with torch.inference_mode():
+        fast, got, in_training = model(**given), small.model(**given), copy.deepcopy(model).train()(**given)
+    assert not fast[hidden].any()
+    assert got[hidden].all()
+
+    def error(y: Tensor, wanted: Tensor) -> float:
+        return ((y - wanted).norm() / wanted.norm()).item()
+
+    assert error(got, in_training) == pytest.approx(small.report.output_error, rel=0.01)
+    assert max(error(got[hidden], in_training[hidden]), error(got[~hidden], fast[~hidden])) < 0.1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,8 +99,9 @@ def calibrate_layers(
     model: nn.Module, layers: Mapping[str, CPLayer], inputs: Sequence[Any]
 ) -> tuple[dict[str, Calibration], int]:
     """Return the calibration of each layer that the data reach, and the bytes that feature maps take."""
-    seen = input_moments(model, layers, inputs)
-    metrics = output_sensitivity(model, layers, inputs)
+    with _built_weights(model):
+        seen = input_moments(model, layers, inputs)
+        metrics = output_sensitivity(model, layers, inputs)
     found, free = {}, layers_with_free_mean(model)
     for name, moments in seen.moments.items():
         layer = layers[name]
@@ -113,6 +115,19 @@ def calibrate_layers(
         importance = 1.0 if metrics is None else problem.total
         found[name] = Calibration(problem, candidates, importance, metric, moments.calls > len(inputs))
     return found, seen.largest
+
+
+@contextmanager
+def _built_weights(model: nn.Module) -> Iterator[None]:
+    """Build every weight once inside the block: at exact rank that can take as long as a batch."""
+    layers = [module for module in model.modules() if isinstance(module, CPLayer)]
+    try:
+        for layer in layers:
+            layer.use_prebuilt(layer._dense().detach())
+        yield
+    finally:
+        for layer in layers:
+            layer.prebuilt = None
 
 
 def layer_problem(layer: CPLayer, weight: Tensor, squares: Tensor, metric: Tensor | None) -> Problem:

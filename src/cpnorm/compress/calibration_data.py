@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from cpnorm.nn.running import to_device_of
 
 Batch = tuple[Any, Any]  # inputs, targets
 Metric = Callable[[Any, Any], Any]  # of outputs and targets
+
+PART = 2**22  # values compared at a time
 
 TARGETS = ("labels", "label", "targets", "target")  # keys of a mapping
 
@@ -108,8 +110,18 @@ def relative_error(pairs: Iterable[tuple[Any, Any]]) -> float:
     error = size = 0.0
     for outputs, expected in pairs:
         for y, wanted in zip(tensors_of(outputs), tensors_of(expected), strict=True):
-            y, wanted = y.double(), wanted.to(y.device).double()
-            finite = wanted.isfinite()
-            error += (y - wanted)[finite].square().sum().item()
-            size += wanted[finite].square().sum().item()
+            # In parts: the outputs of a language model are as large as all of its weights.
+            for part, goal in zip(_rows(y), _rows(wanted.to(y.device)), strict=True):
+                known = goal.isfinite()
+                difference = part - goal
+                if not bool(known.all()):
+                    difference, goal = difference[known], goal[known]
+                error += torch.linalg.vector_norm(difference, dtype=torch.float64).item() ** 2
+                size += torch.linalg.vector_norm(goal, dtype=torch.float64).item() ** 2
     return (error / size) ** 0.5 if size else error**0.5
+
+
+def _rows(y: Tensor) -> Iterator[Tensor]:
+    """Return the values of a tensor in parts, in single precision at least."""
+    wide = torch.promote_types(y.dtype, torch.float32)
+    return (part.to(wide) for part in y.reshape(-1).split(PART))
