@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,8 @@ from cpnorm.cp.tensor import CPTensor
 from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.convert import canonical_layers
 from cpnorm.nn.planner import linear_modes
+
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +73,7 @@ def _same(one: CPTensor, other: CPTensor) -> bool:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def calibrate(model: nn.Module, data: Any) -> Calibrated:
+def calibrate(model: nn.Module, data: Any, *, progress: Progress | None = None) -> Calibrated:
     """Measure on data what ``truncate`` needs to know of every layer; copies of the model can then be cut repeatedly.
 
     The result takes the place of the data in ``truncate``, for several budgets from one measurement.
@@ -79,6 +81,7 @@ def calibrate(model: nn.Module, data: Any) -> Calibrated:
     Args:
         model: a model in canonical form; it does not change.
         data: as for ``truncate``.
+        progress: called with (name of the step, steps done, steps in total).
 
     >>> import copy, cpnorm
     >>> model = cpnorm.canonical_norm(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10)))
@@ -89,21 +92,21 @@ def calibrate(model: nn.Module, data: Any) -> Calibrated:
     layers, batches = canonical_layers(model), as_batches(data)
     if not layers:
         raise ValueError(f"{type(model).__name__} has no canonical layer to calibrate: call canonical_norm first")
-    found, bytes_alive = calibrate_layers(model, layers, [inputs for inputs, _ in batches])
+    found, bytes_alive = calibrate_layers(model, layers, [inputs for inputs, _ in batches], progress)
     forms = {name: CPTensor(y.cp.sigma.clone(), y.cp.lambdas.clone(), tuple(f.clone() for f in y.cp.factors))
              for name, y in layers.items()}  # fmt: skip
     return Calibrated(batches, found, bytes_alive, forms)
 
 
 def calibrate_layers(
-    model: nn.Module, layers: Mapping[str, CPLayer], inputs: Sequence[Any]
+    model: nn.Module, layers: Mapping[str, CPLayer], inputs: Sequence[Any], progress: Progress | None = None
 ) -> tuple[dict[str, Calibration], int]:
     """Return the calibration of each layer that the data reach, and the bytes that feature maps take."""
     with _built_weights(model):
-        seen = input_moments(model, layers, inputs)
-        metrics = output_sensitivity(model, layers, inputs)
+        seen = input_moments(model, layers, _Counted(inputs, "measuring inputs of layers", progress))
+        metrics = output_sensitivity(model, layers, _Counted(inputs, "measuring gradients", progress))
     found, free = {}, layers_with_free_mean(model)
-    for name, moments in seen.moments.items():
+    for name, moments in _Counted(seen.moments.items(), "decomposing layers", progress):
         layer = layers[name]
         metric = (metrics or {}).get(name)
         squares, _ = moments.second(centered=layer in free)
@@ -115,6 +118,20 @@ def calibrate_layers(
         importance = 1.0 if metrics is None else problem.total
         found[name] = Calibration(problem, candidates, importance, metric, moments.calls > len(inputs))
     return found, seen.largest
+
+
+class _Counted(list[Any]):
+    """A list that reports how far a loop over it has come."""
+
+    def __init__(self, items: Iterable[Any], what: str, progress: Progress | None) -> None:
+        super().__init__(items)
+        self.what, self.progress = what, progress
+
+    def __iter__(self) -> Iterator[Any]:
+        for done, item in enumerate(super().__iter__()):
+            if self.progress:
+                self.progress(self.what, done, len(self))
+            yield item
 
 
 @contextmanager

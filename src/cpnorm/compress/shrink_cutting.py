@@ -39,6 +39,7 @@ def cut_within(job: ShrinkJob, budget: str, amount: float) -> nn.Module:
         raise ValueError(
             f"parameters: expected at least {least:,} ({100 * least / before:.3g} % of {before:,}), which leave "
             f"one term in each of {len(canonical_layers(job.exact))} layers and all other parameters, got {amount:g}"
+            f"{_largest_dense(job)}"
         )
     target, job.limit = limit, limit if budget == "parameters" else None
     if budget == "parameters" and any(len(layer.modes) > 3 for layer in canonical_layers(job.exact).values()):
@@ -57,6 +58,12 @@ def cut_within(job: ShrinkJob, budget: str, amount: float) -> nn.Module:
     if got > limit:
         warnings.warn(f"the result has {got:,} {budget}, more than the {limit:,} of the budget", stacklevel=3)
     return candidate
+
+
+def _largest_dense(job: ShrinkJob) -> str:
+    """Return the layer that stays dense with the most parameters, and why, as the end of a message."""
+    layers = sorted(job.dense_layers(job.exact), key=lambda layer: layer.parameters)
+    return f"; the largest layer that stays dense is {layers[-1]}" if layers else ""
 
 
 def cut_to(job: ShrinkJob, candidate: nn.Module, budget: str, target: int, **changed: Any) -> None:

@@ -46,8 +46,7 @@ class ShrinkJob:
     @cached_property
     def calibrated(self) -> Calibrated:
         """The exact form, measured on the data."""
-        self.progress("measuring the layers on the data", 0, 1)
-        return calibrate(self.exact, self.batches)
+        return calibrate(self.exact, self.batches, progress=self.progress)
 
     @cached_property
     def flops(self) -> int:
@@ -102,6 +101,12 @@ class ShrinkJob:
         taken = [1e3 * seconds[n] for n in runs]
         return taken[0] if len(taken) == 1 else taken
 
+    def dense_layers(self, small: nn.Module) -> tuple[DenseLayer, ...]:
+        """Return the layers that stay dense, with their sizes in this model and the reasons."""
+        modules = dict(small.named_modules())
+        sizes = {n: sum(p.numel() for p in modules[n]._parameters.values() if p is not None) for n in self.dense}
+        return tuple(DenseLayer(name, sizes[name], reason) for name, reason in self.dense.items())
+
     def report(
         self,
         budget: str,
@@ -125,8 +130,6 @@ class ShrinkJob:
             layers.append(
                 ShrunkLayer(title, kind, shape, terms, called, math.prod(shape) + biases, count_parameters(module))
             )
-        modules = dict(small.named_modules())
-        sizes = {n: sum(p.numel() for p in modules[n]._parameters.values() if p is not None) for n in self.dense}
         return ShrinkReport(
             network=type(self.model).__name__,
             budget=budget,
@@ -145,7 +148,7 @@ class ShrinkJob:
             metric_after=scores and scores[1],
             verification_error=verified,
             layers=tuple(layers),
-            dense=tuple(DenseLayer(name, sizes[name], reason) for name, reason in self.dense.items()),
+            dense=self.dense_layers(small),
             seconds=time.perf_counter() - started,
         )
 

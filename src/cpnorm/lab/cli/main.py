@@ -179,35 +179,68 @@ def export(
         typer.echo(f"the run has {result['parameters_of_run']:,} parameters: --goal parameters keeps the layers small")
 
 
+BUDGET, DATA = "Budget: exactly one", "Data: images or text"
+
+
 def shrink(
     network: Annotated[str, typer.Argument(help="package.module:function that builds it, or hf:FOLDER")],
     out: Annotated[Path, typer.Option(help="folder for the small network and its report")],
     weights: Annotated[
         Path | None, typer.Option(help="file of weights: safetensors, or a state dict of torch.save")
     ] = None,
-    images: Annotated[
-        Path | None, typer.Option(help="folder of images with one folder per class, or a file that lists them")
+    parameters: Annotated[
+        str | None, typer.Option(help="parameters to keep: 10%, or a number", rich_help_panel=BUDGET)
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="plain text file, for networks of transformers")] = None,
-    parameters: Annotated[str | None, typer.Option(help="parameters to keep: 10%, or a number")] = None,
-    flops: Annotated[str | None, typer.Option(help="FLOPs of one sample to keep: 30%, or a number")] = None,
+    flops: Annotated[
+        str | None, typer.Option(help="FLOPs of one sample to keep: 30%, or a number", rich_help_panel=BUDGET)
+    ] = None,
     latency_ms: Annotated[
-        float | None, typer.Option(help="longest time of one sample on this device, in milliseconds")
+        float | None, typer.Option(help="milliseconds that one sample may take on this device", rich_help_panel=BUDGET)
     ] = None,
-    accuracy_drop: Annotated[str | None, typer.Option(help="how far accuracy may fall: 1%")] = None,
-    image_size: Annotated[int, typer.Option(min=1, help="height and width of the images in pixels")] = 224,
-    mean: Annotated[str, typer.Option(help="mean of each channel; one number for grey images")] = "0.485,0.456,0.406",
-    std: Annotated[str, typer.Option(help="standard deviation of each channel")] = "0.229,0.224,0.225",
-    length: Annotated[int, typer.Option(min=2, help="tokens in a window of the text")] = 128,
-    samples: Annotated[int, typer.Option(min=1, help="images or windows to calibrate with, and to measure on")] = 512,
-    batch_size: Annotated[int, typer.Option(min=1, help="samples at a time")] = 32,
+    accuracy_drop: Annotated[
+        str | None, typer.Option(help="how far accuracy may fall: 1%", rich_help_panel=BUDGET)
+    ] = None,
+    images: Annotated[
+        Path | None,
+        typer.Option(help="folder with a folder of images per class, or a file that lists them", rich_help_panel=DATA),
+    ] = None,
+    image_size: Annotated[
+        int, typer.Option(min=1, help="height and width of the images in pixels", rich_help_panel=DATA)
+    ] = 224,
+    mean: Annotated[
+        str, typer.Option(help="mean of each channel; one number for grey images", rich_help_panel=DATA)
+    ] = "0.485,0.456,0.406",
+    std: Annotated[
+        str, typer.Option(help="standard deviation of each channel", rich_help_panel=DATA)
+    ] = "0.229,0.224,0.225",
+    text: Annotated[
+        Path | None, typer.Option(help="plain text file, for networks of transformers", rich_help_panel=DATA)
+    ] = None,
+    length: Annotated[int, typer.Option(min=2, help="tokens in a window of the text", rich_help_panel=DATA)] = 128,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="images or windows to calibrate with, and to measure on; default: 512 images or 64 windows",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="samples at a time; default: 32 images or 16 windows", rich_help_panel=DATA),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="seed that chooses the calibration images", rich_help_panel=DATA)] = 0,
     skip: Annotated[list[str] | None, typer.Option(help="a layer to keep as it is; may be repeated")] = None,
     curve: Annotated[bool, flag("--curve/--no-curve", help="try larger and smaller budgets, too")] = True,
-    seed: Annotated[int, typer.Option(help="seed that chooses the calibration images")] = 0,
     device: Device = None,
     as_json: Json = False,
 ) -> int:
-    """Make your own network smaller; write safetensors, ONNX, a torch.export program and a report."""
+    """Make your own network smaller; write safetensors, ONNX, a torch.export program and a report.
+
+    cpnorm shrink my_package.models:build --weights w.pt --images FOLDER --parameters 25% --out small/
+
+    cpnorm shrink hf:FOLDER --text FILE --parameters 80% --out small/
+    """
     from cpnorm.lab.cli import shrink as command
     from cpnorm.lab.cli.user_models import ImageOptions, UserData, read_images, read_text
 
@@ -219,17 +252,20 @@ def shrink(
     if (images is None) == (text is None):
         raise typer.BadParameter("expected either --images or --text")
 
+    used, together = (512, 32) if text is None else (64, 16)
+    used, together = samples or used, batch_size or together
+
     def data() -> UserData:
         if text is not None:
-            return read_text(text, network, length, samples, batch_size)
+            return read_text(text, network, length, used, together)
         assert images is not None
         options = ImageOptions(image_size, parse_numbers(mean), parse_numbers(std))
-        return read_images(images, options, samples, batch_size, seed)
+        return read_images(images, options, used, together, seed)
 
     console = messages()
     announce_warnings(console)
     outcome = command.run_shrink(
-        network, weights, data, budget, out, device=device, samples=samples, skip=tuple(skip or ()), curve=curve,
+        network, weights, data, budget, out, device=device, samples=used, skip=tuple(skip or ()), curve=curve,
         console=console, silent=as_json,
     )  # fmt: skip
     if as_json:

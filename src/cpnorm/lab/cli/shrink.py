@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import math
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
 import cpnorm
@@ -93,22 +94,20 @@ def run_shrink(
     inputs = _inputs(found.calibration[0])
     with users_code(f"{network} on a batch of the data"), torch.no_grad():
         model(**_moved(model, inputs)) if isinstance(inputs, dict) else model(_moved(model, inputs))
-    columns = (TextColumn("{task.description:40.40}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=silent or not console.is_terminal) as bar:
-        task = bar.add_task("")
-
-        def tell(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-
+    stored = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    model = model.float() if stored.itemsize < 4 else model
+    with Steps(console, silent) as tell:
         shrinker = cpnorm.Shrinker(model, found.calibration, samples=samples, skip=skip, progress=tell)
         small = shrinker.shrink(**budget)
         name, measure = _quality(found)
+        tell(f"{name} on held-out data", 0, 1)
         outcome = Outcome(small, name, measure(model, model), measure(small.model, model), [], [])
         outcome.curve = _curve(shrinker, small, outcome, measure) if curve else []
+        tell("examples", 0, 1)
         outcome.examples = _examples(model, small.model, found)
         tell("writing files", 0, 1)
         out.mkdir(parents=True, exist_ok=True)
-        outcome.files = _export(small, inputs, out)
+        outcome.files = _export(small, inputs, out, stored)
     from cpnorm.lab.cli.shrink_page import document
     from cpnorm.lab.report import write_page
 
@@ -116,6 +115,31 @@ def run_shrink(
     write_page(document(network, outcome), out / "report.html")
     outcome.files |= {"report.json": "written", "report.html": "written"}
     return outcome
+
+
+class Steps:
+    """Tell the user what is being done: as a bar on a terminal, else in a line for each step."""
+
+    def __init__(self, console: Console, silent: bool) -> None:
+        columns = (TextColumn("{task.description:40.40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self.bar = Progress(*columns, console=console, disable=silent or not console.is_terminal)
+        self.task = self.bar.add_task("")
+        self.lines = None if silent or console.is_terminal else console
+        self.started, self.last = time.monotonic(), ""
+
+    def __enter__(self) -> Steps:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        self.bar.update(self.task, description=what, completed=done, total=total)
+        step = what.partition(":")[0]
+        if self.lines is not None and step != self.last:
+            self.lines.print(f"{time.monotonic() - self.started:6.0f} s  {step}", soft_wrap=True)
+        self.last = step
 
 
 # --- measuring on what was held out -------------------------------------------------------------------------------
@@ -178,6 +202,7 @@ def _curve(
     for factor in CURVE:
         if factor * share >= 0.95:
             continue
+        shrinker.progress(f"another budget, {100 * factor * share:.0f} % of the parameters", 0, 1)
         try:
             other = shrinker.shrink(parameters=factor * share)
         except ValueError:  # less than one term in each layer
@@ -226,11 +251,12 @@ def _continue(model: nn.Module, prompt: Tensor) -> Tensor:
 # --- files --------------------------------------------------------------------------------------------------------
 
 
-def _export(small: cpnorm.Shrunk, inputs: Any, out: Path) -> dict[str, str]:
-    """Write the model for other programs; what cannot be written says why."""
+def _export(small: cpnorm.Shrunk, inputs: Any, out: Path, stored: torch.dtype) -> dict[str, str]:
+    """Write the parameters as they were stored before, and programs for other runtimes, or why these cannot be."""
     plain = copy.deepcopy(small.model).cpu().float().eval()
     two = {key: x[:2].cpu() for key, x in inputs.items()} if isinstance(inputs, dict) else inputs[:2].cpu()
-    cpnorm.save(plain, out / "model.safetensors", metadata={"parameters": small.report.parameters_after})
+    parameters = plain if stored == torch.float32 else copy.deepcopy(plain).to(stored)
+    cpnorm.save(parameters, out / "model.safetensors", metadata={"parameters": small.report.parameters_after})
     files = {"model.safetensors": _size(out / "model.safetensors")}
     writers = {
         "model.onnx": lambda path: cpnorm.export_onnx(plain, two, path),
