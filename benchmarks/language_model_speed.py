@@ -71,7 +71,7 @@ def main() -> None:
         if time.perf_counter() - began > args.time_limit:
             print(f"left out after {args.time_limit:g} s: {cut['method']}, {cut['removed']:.2f}", flush=True)
             continue
-        small = of_ranks(model, json.loads(cut["ranks"]), example)
+        small = of_ranks(model, json.loads(cut["ranks"]), {"input_ids": tokens[:1, :64], "use_cache": False})
         seconds = timing.interleaved(
             {"dense": lambda: model(**example), "cut": lambda y=small: y(**example)}, args.rounds
         )

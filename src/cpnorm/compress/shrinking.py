@@ -162,7 +162,7 @@ class Shrinker:
         small = plain_model(choice, cut)
         verified = job.verify(small, cut)
         steps.append("factorised into plain layers, outputs verified")
-        self.progress("measuring", 0, 1)
+        self.progress("comparing with the given network", 0, 1)
         report = job.report(f"{budget}={amount:g}", small, choice, verified, steps, started)
         self.progress("done", 1, 1)
         return Shrunk(small, cut, report)

@@ -137,7 +137,7 @@ class Steps:
     def __call__(self, what: str, done: int, total: int) -> None:
         self.bar.update(self.task, description=what, completed=done, total=total)
         step = what.partition(":")[0]
-        if self.lines is not None and step != self.last:
+        if self.lines is not None and step not in (self.last, "done"):
             self.lines.print(f"{time.monotonic() - self.started:6.0f} s  {step}", soft_wrap=True)
         self.last = step
 
@@ -215,7 +215,7 @@ def _curve(
 
 
 def _examples(model: nn.Module, small: nn.Module, data: UserData) -> list[dict[str, Any]]:
-    """Return a few held-out samples with the answers before and after."""
+    """Return a few held-out samples with the answers before and after, first those whose answers differ."""
     if data.kind == "text":
         found = []
         for window in data.held_out[0]["input_ids"][:4]:
@@ -225,16 +225,19 @@ def _examples(model: nn.Module, small: nn.Module, data: UserData) -> list[dict[s
                 texts[name] = data.tokenizer.decode(_continue(each, prompt))
             found.append(texts)
         return found
-    x, labels = data.held_out[0]
-    answers = {name: _scores(each, x).softmax(1).cpu() for name, each in (("before", model), ("after", small))}
-    found = []
-    for n in range(min(EXAMPLES, len(x))):
-        row: dict[str, Any] = {"picture": data.pictures[n], "image": data.pictures[n].name}
-        row["label"] = "" if labels is None else _name(data, int(labels[n]))
-        for name, shares in answers.items():
-            row[name] = f"{_name(data, int(shares[n].argmax()))} ({100 * shares[n].max().item():.0f} %)"
-        found.append(row)
-    return found
+    found, start = [], 0
+    for x, labels in data.held_out:
+        answers = {name: _scores(each, x).softmax(1).cpu() for name, each in (("before", model), ("after", small))}
+        for n in range(len(x)):
+            picture = data.pictures[start + n]
+            row: dict[str, Any] = {"picture": picture, "image": picture.name}
+            row["label"] = "" if labels is None else _name(data, int(labels[n]))
+            for name, shares in answers.items():
+                row[name] = f"{_name(data, int(shares[n].argmax()))} ({100 * shares[n].max().item():.0f} %)"
+            row["changed"] = int(answers["before"][n].argmax()) != int(answers["after"][n].argmax())
+            found.append(row)
+        start += len(x)
+    return sorted(found, key=lambda row: not row["changed"])[:EXAMPLES]
 
 
 def _name(data: UserData, label: int) -> str:

@@ -28,7 +28,7 @@ def document(network: str, outcome: Outcome) -> Document:
     ]
     lead = _curve(outcome.curve, name, before) if outcome.curve else None
     sections = [
-        Section("sizes", "Before and after", [_sizes(report)]),
+        Section("sizes", "Before and after", [_sizes(outcome)]),
         *([Section("budgets", "Other budgets", [_budgets(outcome)])] if outcome.curve else []),
         Section("examples", "Examples", _examples(outcome.examples)),
         Section("layers", "Layers", [_layers(report)]),
@@ -43,8 +43,10 @@ def document(network: str, outcome: Outcome) -> Document:
     return Document(f"{network}, shrunk", lead, sentences, sections)
 
 
-def _sizes(report: cpnorm.ShrinkReport) -> Grid:
+def _sizes(outcome: Outcome) -> Grid:
+    report = outcome.small.report
     lines = {
+        f"{outcome.quality_name} on held-out data": (outcome.quality_before, outcome.quality_after, "{:.4g}"),
         "parameters": (report.parameters_before, report.parameters_after, "{:,.0f}"),
         "MFLOP of one sample": (report.flops_before / 1e6, report.flops_after / 1e6, "{:.2f}"),
         f"ms of one sample on {report.device}": (report.milliseconds_before, report.milliseconds_after, "{:.3g}"),
