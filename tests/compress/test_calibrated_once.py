@@ -112,7 +112,9 @@ def test_a_shrinker_makes_what_shrink_makes_and_measures_once(monkeypatch: pytes
     import cpnorm.compress.shrink_job as module
 
     calls = []
-    monkeypatch.setattr(module, "calibrate", lambda *args: calls.append(args) or cpnorm.calibrate(*args))
+    monkeypatch.setattr(
+        module, "calibrate", lambda *args, **options: calls.append(args) or cpnorm.calibrate(*args, **options)
+    )
     shrinker = cpnorm.Shrinker(network(), images())
     several = [shrinker.shrink(parameters=share) for share in (0.6, 0.4)]
     assert len(calls) == 1
