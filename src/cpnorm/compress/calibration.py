@@ -149,6 +149,7 @@ def _built_weights(model: nn.Module) -> Iterator[None]:
 
 def layer_problem(layer: CPLayer, weight: Tensor, squares: Tensor, metric: Tensor | None) -> Problem:
     """Return the problem for another weight of this layer."""
+    weight = weight.to(torch.promote_types(layer.lambdas.dtype, torch.float32))
     modes = len(linear_modes(layer)[0]) if isinstance(layer, nn.Linear) else 1
     shape = modes_by_patch(layer)
     dense = outputs_first(layer, weight).reshape(shape)
@@ -188,7 +189,7 @@ def layers_with_free_mean(model: nn.Module) -> set[nn.Module]:
     }
 
 
-def fit_alone(layer: CPLayer, calibration: Calibration, rank: int, *, steps: int = 40) -> Fitted:
+def fit_alone(layer: CPLayer, calibration: Calibration, rank: int, *, steps: int = 150) -> Fitted:
     """Return the layer at this rank, fitted on its inputs in the network before truncation."""
     chosen = calibration.candidates if calibration.problem.output_modes == 1 else None
     start = None

@@ -36,7 +36,7 @@ Progress = Callable[[str, int, int], None]
 ALIVE_BYTES = 4 * 2**30  # of feature maps that all inputs together may keep alive; with more, fewer inputs are used
 MAPS_ALIVE = 6  # about so many times the largest map is alive at once, old and new
 RECTIFIED_ROUNDS = 2  # of fits to what is left after a rectifier, each from the one before
-RECTIFIED_STEPS = 12  # Gauss-Newton steps in each
+RECTIFIED_STEPS = 40  # quasi-Newton steps in each
 
 
 @dataclass

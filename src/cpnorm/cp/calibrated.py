@@ -2,7 +2,7 @@
 
 A layer with the inputs (patches) x computes y = W x. With S = E[x x^T] and a metric G on the outputs, the error of an
 approximation V is E[(Wx - Vx)^T G (Wx - Vx)] = tr(G (W - V) S (W - V)^T). For a matrix the optimum of a given rank is
-the truncated SVD of G^1/2 W S^1/2; for more modes it is found by damped Gauss-Newton steps on all vectors at once.
+the truncated SVD of G^1/2 W S^1/2; for more modes it is found by quasi-Newton steps on all vectors at once.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 from cpnorm._checks import check_int, check_type
 from cpnorm.cp.als import solve_with_ridge
 from cpnorm.cp.decompose import in_full_precision
-from cpnorm.cp.gauss_newton import gauss_newton, solve_outputs
 from cpnorm.cp.output_metric import Candidates, Factors, Problem
+from cpnorm.cp.quasi_newton import quasi_newton, solve_outputs
 from cpnorm.cp.tensor import CPTensor
 
 
@@ -28,7 +28,7 @@ def cp_calibrated(
     groups: int = 1,
     output_modes: int = 1,
     init: CPTensor | None = None,
-    steps: int = 40,
+    steps: int = 150,
 ) -> CPTensor:
     """Return the canonical form of least error in a layer's outputs, tr(G (W - V) S (W - V)^T).
 
@@ -41,7 +41,7 @@ def cp_calibrated(
         groups: the groups of a convolution.
         output_modes: how many of the leading modes make up the outputs.
         init: terms to start from, if they are better than those found here.
-        steps: the largest number of Gauss-Newton steps; 0 returns the start with the best output vectors.
+        steps: the largest number of quasi-Newton steps; 0 returns the start with the best output vectors.
 
     >>> weight, x = torch.randn(16, 8, 3, 3), torch.randn(500, 72) * torch.linspace(0, 1, 72)
     >>> fitted = cp_calibrated(weight, 20, x.T @ x / 500)
@@ -59,7 +59,7 @@ def cp_calibrated(
 
 
 def fit(
-    problem: Problem, rank: int, candidates: Candidates | None, init: CPTensor | None = None, *, steps: int = 40
+    problem: Problem, rank: int, candidates: Candidates | None, init: CPTensor | None = None, *, steps: int = 150
 ) -> CPTensor:
     """Return the canonical form of this rank, from the better of the candidates and ``init``; see ``cp_calibrated``."""
     starts = []
@@ -71,7 +71,7 @@ def fit(
     starts = [solve_outputs(problem, start) for start in starts]
     best = min(starts, key=problem.error)
     if steps and not (problem.is_matrix and candidates is not None):
-        best = gauss_newton(problem, best, steps)
+        best = quasi_newton(problem, best, steps)
     scale = best[0].new_tensor(problem.scale)
     return CPTensor(scale, scale.new_ones(rank), tuple(best)).normalize()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,6 +65,11 @@ class Problem:
             scale,
             total * input_size * output_size,
         )
+
+    def double(self) -> Problem:
+        """Return the same problem in double precision."""
+        wide = {name: getattr(self, name).double() for name in ("weight", "inputs", "outputs")}
+        return dataclasses.replace(self, **wide)
 
     @property
     def groups(self) -> int:
