@@ -302,6 +302,7 @@ def main() -> None:
     run = Competitors(model, calibration, args.batch, args.every)
     for name in args.methods:
         started = time.perf_counter()
+        run.exact.cache_clear()  # of the method before, which takes gigabytes
         run.prepare(name)
         print(f"{name}: prepared in {time.perf_counter() - started:.1f} s", flush=True)
         for share in args.shares:

@@ -36,7 +36,7 @@ class Calibration:
     candidates: Candidates | None  # None for a matrix, whose best approximation is known
     errors: Tensor | None  # of a matrix, relative to that of a weight of zeros, after 0, 1, ... terms are dropped
     importance: float  # squared change of the network's outputs if the layer returned its mean output only
-    sensitivity: Tensor | None  # (g, o, o)
+    sensitivity: Tensor | None  # (g, o, o), mean diagonal 1
     repeated: bool  # called more than once per input, or tied
 
     def expected_loss(self, rank: int) -> float:
@@ -116,16 +116,23 @@ def calibrate_layers(
         counted = _Counted(inputs, "measuring inputs and gradients of layers", progress)
         seen, metrics = inputs_and_sensitivity(model, layers, counted)
     found, free = {}, layers_with_free_mean(model)
-    for name, moments in _Counted(seen.moments.items(), "decomposing layers", progress):
+    for name in _Counted(list(seen.moments), "decomposing layers", progress):
         layer = layers[name]
-        metric = (metrics or {}).get(name)
+        moments, metric = seen.moments.pop(name), (metrics or {}).pop(name, None)  # they take much memory
         squares, _ = moments.second(centered=layer in free)
         problem = layer_problem(layer, layer.weight.detach(), squares, metric)
         importance = 1.0 if metrics is None else problem.total
         candidates = _candidates(problem, layer)
         errors = errors_by_rank(problem) if candidates is None else None
-        found[name] = Calibration(problem, candidates, errors, importance, metric, moments.calls > len(inputs))
+        kept = None if metric is None else _normalized(metric)
+        found[name] = Calibration(problem, candidates, errors, importance, kept, moments.calls > len(inputs))
     return found, seen.largest
+
+
+def _normalized(metric: Tensor) -> Tensor:
+    """Return a metric in single precision, whose range its mean diagonal may exceed."""
+    size = metric.diagonal(dim1=-2, dim2=-1).mean()
+    return (metric / size if size > 0 else metric).float()
 
 
 def _candidates(problem: Problem, layer: CPLayer) -> Candidates | None:

@@ -160,9 +160,9 @@ class Moments:
         if self._shift is None:
             self._shift = patches.mean(1, keepdim=True), outputs.mean(1, keepdim=True)
         x, y = patches - self._shift[0], outputs - self._shift[1]
-        sums = [(y.mT @ x).double(), y.sum(1).double()]
+        sums = [y.mT @ x, y.sum(1)]
         if self._like is None:
-            sums += [symmetric_product(x).double(), x.sum(1).double()]
+            sums += [symmetric_product(x), x.sum(1)]
         return self._add(patches.shape[1], sums)
 
     def add_again(self, other: Moments, added: Added) -> bool:
@@ -174,7 +174,11 @@ class Moments:
         return True
 
     def _add(self, count: int, sums: list[Tensor]) -> Added:
-        self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)] if self._sums else sums
+        if self._sums:
+            for total, part in zip(self._sums, sums, strict=True):
+                total += part
+        else:
+            self._sums = [part.to(torch.float64, copy=True) for part in sums]
         self.count += count
         return count, sums
 
@@ -276,7 +280,10 @@ def output_sensitivity(
                 for layer, gradient in _by_input(held, gradients):
                     if bool(gradient.isfinite().all()):
                         name = names[tie_key(layer)]
-                        found[name] = found.get(name, 0.0) + _outer(layer, gradient)
+                        products, scale = _outer(layer, gradient)
+                        if name not in found:
+                            found[name] = torch.zeros_like(products, dtype=torch.float64)
+                        found[name].add_(products, alpha=scale)
                 count += batch_size(each)
                 if count >= SENSITIVITY_INPUTS:
                     break
@@ -285,7 +292,7 @@ def output_sensitivity(
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: total / count for name, total in found.items()}
+    return {name: total.div_(count) for name, total in found.items()}
 
 
 def _by_input(
@@ -307,10 +314,10 @@ def _direction(y: Tensor, generators: dict[torch.device, torch.Generator]) -> Te
     return torch.randn(y.shape, generator=generators[y.device], device=y.device).to(y.dtype)
 
 
-def _outer(layer: nn.Module, gradient: Tensor) -> Tensor:  # -> (g, o, o)
+def _outer(layer: nn.Module, gradient: Tensor) -> tuple[Tensor, float]:  # -> (g, o, o), its scale
     dims = 0 if isinstance(layer, nn.Linear) else len(cast(Any, layer).kernel_size)
     rows = gradient.movedim(-1 - dims, -1)
     rows = rows.reshape(-1, getattr(layer, "groups", 1), rows.shape[-1] // getattr(layer, "groups", 1)).transpose(0, 1)
     scale = rows.abs().amax().clamp_min(torch.finfo(rows.dtype).tiny)  # keeps squares in range
     rows = (rows / scale).float()
-    return symmetric_product(rows).double() * scale.double().square()
+    return symmetric_product(rows), scale.double().square().item()
