@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import cpnorm
 from cpnorm import truncate
+from cpnorm.compress.layer_inputs import input_moments
 from cpnorm.compress.lockstep import Call, run_in_lockstep
 from cpnorm.compress.moments import (
     Moments,
     choose_positions,
-    input_moments,
     output_sensitivity,
     outputs_at,
     outputs_first,

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cpnorm.compress.calibration_data import Batch, as_batches
-from cpnorm.compress.moments import input_moments, output_sensitivity, outputs_first
+from cpnorm.compress.layer_inputs import inputs_and_sensitivity
+from cpnorm.compress.moments import outputs_first
 from cpnorm.compress.refit import Fitted
 from cpnorm.cp.calibrated import fit
+from cpnorm.cp.closed_form import errors_by_rank
 from cpnorm.cp.output_metric import Candidates, Problem
 from cpnorm.cp.tensor import CPTensor
 from cpnorm.nn.canonical import CPLayer, tie_key
@@ -31,9 +33,10 @@ class Calibration:
     """A layer measured on data: the problem to solve, terms to start from, and the importance of its errors."""
 
     problem: Problem
-    candidates: Candidates
+    candidates: Candidates | None  # None for a matrix, whose best approximation is known
+    errors: Tensor | None  # of a matrix, relative to that of a weight of zeros, after 0, 1, ... terms are dropped
     importance: float  # squared change of the network's outputs if the layer returned its mean output only
-    sensitivity: Tensor | None  # (g, o, o)
+    sensitivity: Tensor | None  # (g, o, o), mean diagonal 1
     repeated: bool  # called more than once per input, or tied
 
     def expected_loss(self, rank: int) -> float:
@@ -42,7 +45,14 @@ class Calibration:
         The signal at the end of a chain of layers is a product of the shares that each layer keeps, so that their
         logarithms add up.
         """
-        return -self.importance * math.log1p(-min(self.candidates.expected_error(rank), 1 - 1e-9))
+        return -self.importance * math.log1p(-min(self.expected_error(rank), 1 - 1e-9))
+
+    def expected_error(self, rank: int) -> float:
+        """Return an estimate of the relative error that a fit of this rank reaches."""
+        if self.errors is not None:
+            return self.errors[max(0, len(self.errors) - rank)].item()
+        assert self.candidates is not None
+        return self.candidates.expected_error(rank)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,21 +113,33 @@ def calibrate_layers(
 ) -> tuple[dict[str, Calibration], int]:
     """Return the calibration of each layer that the data reach, and the bytes that feature maps take."""
     with _built_weights(model):
-        seen = input_moments(model, layers, _Counted(inputs, "measuring inputs of layers", progress))
-        metrics = output_sensitivity(model, layers, _Counted(inputs, "measuring gradients", progress))
+        counted = _Counted(inputs, "measuring inputs and gradients of layers", progress)
+        seen, metrics = inputs_and_sensitivity(model, layers, counted)
     found, free = {}, layers_with_free_mean(model)
-    for name, moments in _Counted(seen.moments.items(), "decomposing layers", progress):
+    for name in _Counted(list(seen.moments), "decomposing layers", progress):
         layer = layers[name]
-        metric = (metrics or {}).get(name)
+        moments, metric = seen.moments.pop(name), (metrics or {}).pop(name, None)  # they take much memory
         squares, _ = moments.second(centered=layer in free)
         problem = layer_problem(layer, layer.weight.detach(), squares, metric)
-        if problem.output_modes > 1:
-            candidates = Candidates.of(problem, _scaled_factors(problem, layer.cp))
-        else:
-            candidates = problem.candidates()
         importance = 1.0 if metrics is None else problem.total
-        found[name] = Calibration(problem, candidates, importance, metric, moments.calls > len(inputs))
+        candidates = _candidates(problem, layer)
+        errors = errors_by_rank(problem) if candidates is None else None
+        kept = None if metric is None else _normalized(metric)
+        found[name] = Calibration(problem, candidates, errors, importance, kept, moments.calls > len(inputs))
     return found, seen.largest
+
+
+def _normalized(metric: Tensor) -> Tensor:
+    """Return a metric in single precision, whose range its mean diagonal may exceed."""
+    size = metric.diagonal(dim1=-2, dim2=-1).mean()
+    return (metric / size if size > 0 else metric).float()
+
+
+def _candidates(problem: Problem, layer: CPLayer) -> Candidates | None:
+    """Return the terms to start from; None where the best approximation is known."""
+    if problem.output_modes > 1:
+        return Candidates.of(problem, _scaled_factors(problem, layer.cp))
+    return None if problem.is_matrix else problem.candidates()
 
 
 class _Counted(list[Any]):
@@ -193,7 +215,7 @@ def fit_alone(layer: CPLayer, calibration: Calibration, rank: int, *, steps: int
     """Return the layer at this rank, fitted on its inputs in the network before truncation."""
     chosen = calibration.candidates if calibration.problem.output_modes == 1 else None
     start = None
-    if chosen is None:
+    if calibration.problem.output_modes > 1 and calibration.candidates is not None:
         kept = calibration.candidates.order[layer.rank - rank :].sort().values.to(layer.lambdas.device)
         start = layer.cp.select(kept)
     fitted = fit(calibration.problem, rank, chosen, start, steps=steps)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -18,11 +17,12 @@ from torch.nn import functional as F
 from cpnorm.compress.calibration_data import batch_size, tensors_of
 from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.planner import output_space
-from cpnorm.nn.running import evaluating, run, watch
+from cpnorm.nn.running import evaluating, run
 
 LEAST_SAMPLES = 2**15  # patches per layer over all inputs, if there are that many
 SAMPLES_PER_ENTRY = 48  # patches for each entry of a patch
 MOST_ENTRIES = 8192  # of a patch; the second moments of a larger one take more than half a GiB
+PRODUCT_ROWS = 192  # of a block of a symmetric product
 SENSITIVITY_INPUTS = 256  # inputs for which gradients of the network are computed
 
 
@@ -46,7 +46,7 @@ def out_features(layer: nn.Module) -> int:
     return layer.out_features if isinstance(layer, nn.Linear) else cast(nn.modules.conv._ConvNd, layer).out_channels
 
 
-def _space(layer: nn.Module, x: Tensor) -> list[int]:
+def output_sizes(layer: nn.Module, x: Tensor) -> list[int]:
     """Return the sizes of the output positions: rows of a linear layer, places of a convolution."""
     if isinstance(layer, nn.Linear):
         return [x.numel() // max(x.shape[-1], 1)]
@@ -54,14 +54,17 @@ def _space(layer: nn.Module, x: Tensor) -> list[int]:
     return output_space(conv, x.shape[-len(conv.kernel_size) :])
 
 
-def _images(layer: nn.Module, x: Tensor) -> int:
+def images_in(layer: nn.Module, x: Tensor) -> int:
+    """Return the number of images whose positions are the output positions; a linear layer has rows only."""
     return 1 if isinstance(layer, nn.Linear) or x.ndim < len(cast(Any, layer).kernel_size) + 2 else len(x)
 
 
 def choose_positions(layer: nn.Module, x: Tensor, share: float, seed: int) -> Tensor:
     """Return the indices of a random share of the output positions, the same ones for the same seed."""
-    count = math.prod(_space(layer, x))
+    count = math.prod(output_sizes(layer, x))
     kept = max(1, min(count, math.ceil(share * count)))
+    if kept == count:
+        return torch.arange(count, device=x.device)
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(count, generator=generator)[:kept].sort().values.to(x.device)
 
@@ -72,7 +75,7 @@ def patches_at(layer: nn.Module, x: Tensor, positions: Tensor) -> Tensor:  # -> 
     if isinstance(layer, nn.Linear):
         return x.reshape(1, -1, x.shape[-1])[:, positions].to(wide)
     conv = cast(Any, layer)
-    dims, space = len(conv.kernel_size), _space(layer, x)
+    dims, space = len(conv.kernel_size), output_sizes(layer, x)
     x = x if x.ndim == dims + 2 else x[None]
     if conv.transposed:
         x, stride = _spread(conv, x), (1,) * dims
@@ -119,7 +122,7 @@ def values_at(layer: nn.Module, x: Tensor, y: Tensor, positions: Tensor) -> Tens
         return y.reshape(1, -1, y.shape[-1])[:, positions].to(wide)
     conv = cast(nn.modules.conv._ConvNd, layer)
     y = y if y.ndim == len(conv.kernel_size) + 2 else y[None]
-    known: Any = (..., *(slice(size) for size in _space(layer, x)))  # output_size= may have made it larger
+    known: Any = (..., *(slice(size) for size in output_sizes(layer, x)))  # output_size= may have made it larger
     y = y[known].flatten(2)[:, :, positions]  # (N, O, P)
     return y.reshape(len(y), conv.groups, -1, y.shape[-1]).permute(1, 0, 3, 2).flatten(1, 2).to(wide)
 
@@ -130,6 +133,9 @@ def outputs_first(layer: nn.Module, weight: Tensor) -> Tensor:
 
 
 # --- sums ---------------------------------------------------------------------------------------------------------
+
+
+Added = tuple[int, list[Tensor]]  # the number of samples, and their sums
 
 
 class Moments:
@@ -148,17 +154,33 @@ class Moments:
         self._sums: list[Tensor] = []
         self._like = like
 
-    def add(self, patches: Tensor, outputs: Tensor | None = None) -> None:  # (g, n, D), (g, n, o)
-        """Add these samples to the sums."""
+    def add(self, patches: Tensor, outputs: Tensor | None = None) -> Added:  # (g, n, D), (g, n, o)
+        """Add these samples to the sums; return what was added."""
         outputs = patches[:, :, :0] if outputs is None else outputs
         if self._shift is None:
             self._shift = patches.mean(1, keepdim=True), outputs.mean(1, keepdim=True)
         x, y = patches - self._shift[0], outputs - self._shift[1]
-        sums = [(y.mT @ x).double(), y.sum(1).double()]
+        sums = [y.mT @ x, y.sum(1)]
         if self._like is None:
-            sums += [(x.mT @ x).double(), x.sum(1).double()]
-        self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)] if self._sums else sums
-        self.count += patches.shape[1]
+            sums += [symmetric_product(x), x.sum(1)]
+        return self._add(patches.shape[1], sums)
+
+    def add_again(self, other: Moments, added: Added) -> bool:
+        """Add what was added to others; return False if theirs are relative to another mean."""
+        if self._shift is not None and self._shift is not other._shift:
+            return False
+        self._shift = other._shift
+        self._add(*added)
+        return True
+
+    def _add(self, count: int, sums: list[Tensor]) -> Added:
+        if self._sums:
+            for total, part in zip(self._sums, sums, strict=True):
+                total += part
+        else:
+            self._sums = [part.to(torch.float64, copy=True) for part in sums]
+        self.count += count
+        return count, sums
 
     def _of_patches(self) -> list[Tensor]:
         """Return the sums over patches alone: second moments and first moments."""
@@ -182,6 +204,18 @@ class Moments:
             squares = squares + x[..., :, None] * x[..., None, :]
             products = products + y[..., :, None] * x[..., None, :]
         return squares, products
+
+
+def symmetric_product(x: Tensor) -> Tensor:  # (g, n, D) -> (g, D, D)
+    """Return x^T x; on a CPU the blocks above the diagonal are computed, and mirrored."""
+    if x.is_cuda or x.shape[-1] < 2 * PRODUCT_ROWS:
+        return x.mT @ x
+    whole = x.new_empty(len(x), x.shape[-1], x.shape[-1])
+    for start in range(0, x.shape[-1], PRODUCT_ROWS):
+        stop = min(start + PRODUCT_ROWS, x.shape[-1])
+        whole[:, start:stop, start:] = x[..., start:stop].mT @ x[..., start:]
+        whole[:, stop:, start:stop] = whole[:, start:stop, stop:].mT
+    return whole
 
 
 def sampled_share(layer: nn.Module, positions: int) -> float:
@@ -209,53 +243,17 @@ def are_unchanged(before: Sequence[Versioned], tensors: Sequence[Tensor]) -> boo
     )
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The inputs of a model's layers."""
-
-    moments: dict[str, Moments]
-    largest: int  # bytes of the largest input of a layer, over all batches
-
-
-def input_moments(model: nn.Module, layers: Mapping[str, CPLayer], inputs: Sequence[Any]) -> Inputs:
-    """Return the moments of the inputs of these layers over all data, in one pass."""
-    names = {tie_key(layer): name for name, layer in layers.items()}
-    found: dict[str, Moments] = {}
-    latest: dict[nn.Module, list[Versioned]] = {}
-    largest = 0
-
-    def seen(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal largest
-        x = first_argument(args, kwargs)
-        if are_unchanged(latest.get(layer, []), [x]):
-            return  # the parts of stacked layers call the whole with the same input
-        latest[layer] = versioned(x)
-        largest = max(largest, x.numel() * x.element_size())
-        name = names.get(tie_key(layer))
-        if name is None or patch_size(layer) is None or not x.numel():
-            return
-        moments = found.setdefault(name, Moments())
-        moments.calls += 1
-        share = sampled_share(layer, math.prod(_space(layer, x)) * _images(layer, x) * len(inputs))
-        moments.add(patches_at(layer, x, choose_positions(layer, x, share, moments.calls)))
-
-    for each in inputs:
-        watch(model, each, seen)
-        latest.clear()
-    return Inputs(found, largest * len(inputs))
-
-
 # --- sensitivity --------------------------------------------------------------------------------------------------
 
 
 def output_sensitivity(
-    model: nn.Module, layers: Mapping[str, CPLayer], inputs: Sequence[Any]
+    model: nn.Module, layers: Mapping[str, CPLayer], inputs: Iterable[Any]
 ) -> dict[str, Tensor] | None:  # -> (g, o, o) each
     """Return, for every layer, the metric G in which changes of its output move the outputs of the network.
 
     G is the mean over inputs of the sum over positions of g g^T, with g the gradient of the network's outputs projected
     on a random direction: dy^T G dy is the expected squared change of the outputs. None if they cannot be
-    differentiated.
+    differentiated. No batch is read after the one with which SENSITIVITY_INPUTS are reached.
     """
     names = {tie_key(layer): name for name, layer in layers.items()}
     generators: dict[torch.device, torch.Generator] = {}
@@ -273,8 +271,6 @@ def output_sensitivity(
     try:
         with evaluating(model), torch.enable_grad():
             for each in inputs:
-                if count >= SENSITIVITY_INPUTS:
-                    break
                 held.clear()
                 outputs = [y for y in tensors_of(run(model, each)) if y.requires_grad]
                 if not outputs:
@@ -284,14 +280,19 @@ def output_sensitivity(
                 for layer, gradient in _by_input(held, gradients):
                     if bool(gradient.isfinite().all()):
                         name = names[tie_key(layer)]
-                        found[name] = found.get(name, 0.0) + _outer(layer, gradient)
+                        products, scale = _outer(layer, gradient)
+                        if name not in found:
+                            found[name] = torch.zeros_like(products, dtype=torch.float64)
+                        found[name].add_(products, alpha=scale)
                 count += batch_size(each)
+                if count >= SENSITIVITY_INPUTS:
+                    break
     except (RuntimeError, ValueError):  # no tensors among the outputs, or operations without a gradient
         return None
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: total / count for name, total in found.items()}
+    return {name: total.div_(count) for name, total in found.items()}
 
 
 def _by_input(
@@ -313,10 +314,10 @@ def _direction(y: Tensor, generators: dict[torch.device, torch.Generator]) -> Te
     return torch.randn(y.shape, generator=generators[y.device], device=y.device).to(y.dtype)
 
 
-def _outer(layer: nn.Module, gradient: Tensor) -> Tensor:  # -> (g, o, o)
+def _outer(layer: nn.Module, gradient: Tensor) -> tuple[Tensor, float]:  # -> (g, o, o), its scale
     dims = 0 if isinstance(layer, nn.Linear) else len(cast(Any, layer).kernel_size)
     rows = gradient.movedim(-1 - dims, -1)
     rows = rows.reshape(-1, getattr(layer, "groups", 1), rows.shape[-1] // getattr(layer, "groups", 1)).transpose(0, 1)
     scale = rows.abs().amax().clamp_min(torch.finfo(rows.dtype).tiny)  # keeps squares in range
     rows = (rows / scale).float()
-    return (rows.mT @ rows).double() * scale.double().square()
+    return symmetric_product(rows), scale.double().square().item()

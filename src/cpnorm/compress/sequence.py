@@ -243,7 +243,7 @@ class _Sequence:
             shaped = outputs_first(layer, target.weight.reshape(modes_by_patch(layer)))
             problem = layer_problem(layer, shaped, target.squares, calibration.sensitivity)
             if each == 0:
-                fitted = fit(problem, rank, problem.candidates())
+                fitted = fit(problem, rank, None if problem.is_matrix else problem.candidates())
             else:
                 fitted = fit(problem, rank, None, fitted, steps=RECTIFIED_STEPS)
             made = fitted.to(torch.float64).to_dense().reshape(target.weight.shape)

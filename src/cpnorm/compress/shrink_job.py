@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from cpnorm.compress.calibration import Calibrated, calibrate
-from cpnorm.compress.calibration_data import Batch, Metric, accuracy, batch_size, relative_error
+from cpnorm.compress.calibration_data import Batch, Metric, accuracy, batch_size, relative_error, tensors_of
 from cpnorm.compress.shrink_report import ShrinkReport, ShrunkLayer
 from cpnorm.compress.truncation_job import Progress
 from cpnorm.deploy.factorization import Factorization
@@ -27,6 +27,7 @@ from cpnorm.nn.running import evaluating, run, to_device_of, without_attention_f
 
 ROUNDING = 1e-3  # error relative to the outputs' norm that single precision may cause in deep networks
 EXACT = 1e-6  # the same in double precision
+VALUES_COMPARED = 2**26  # outputs that are enough for their error: a language model has 49,152 for each token
 
 
 @dataclass
@@ -117,7 +118,7 @@ class ShrinkJob:
         started: float,
     ) -> ShrinkReport:
         """Compare the small model with the given one."""
-        error, scores = self._compared(small)
+        error, compared, scores = self._compared(small)
         before, after = self.milliseconds(self.model, small)
         layers = []
         for name, canonical in canonical_layers(self.exact).items():
@@ -143,6 +144,7 @@ class ShrinkJob:
             milliseconds_before=before,
             milliseconds_after=after,
             output_error=error,
+            samples_compared=compared,
             metric=None if scores is None else getattr(self.metric or accuracy, "__name__", "metric"),
             metric_before=scores and scores[0],
             metric_after=scores and scores[1],
@@ -153,14 +155,19 @@ class ShrinkJob:
         )
 
     @torch.no_grad()
-    def _compared(self, small: nn.Module) -> tuple[float, tuple[float, float] | None]:
-        """Return the error of the outputs, and the metric of both models unless there are no targets for it."""
+    def _compared(self, small: nn.Module) -> tuple[float, int, tuple[float, float] | None]:
+        """Return the error of the outputs on how many samples, and the metric of both models if there are targets."""
         totals: list[float] | None = [0.0, 0.0]
+        values = samples = 0
 
         def pairs() -> Iterator[tuple[Any, Any]]:
-            nonlocal totals
+            nonlocal totals, values, samples
             for inputs, targets in self.batches:
+                if totals is None and values >= VALUES_COMPARED:
+                    break
                 outputs = run(self.model, inputs), run(small, inputs)
+                values, samples = values + sum(y.numel() for y in tensors_of(outputs[0])), samples + batch_size(inputs)
+                self.progress("comparing with the given network", samples, self.samples)
                 if totals is not None:
                     wanted, size = to_device_of(self.model, targets), batch_size(inputs) / self.samples
                     try:
@@ -175,7 +182,7 @@ class ShrinkJob:
         # The fast path fills hidden positions with zeros; the fit has what torch computes without it.
         with without_attention_fast_path(), evaluating(self.model), evaluating(small):
             error = relative_error(pairs())
-        return error, None if totals is None else (totals[0], totals[1])
+        return error, samples, None if totals is None else (totals[0], totals[1])
 
 
 def flops_of(model: nn.Module, example: Any) -> int:

@@ -40,7 +40,8 @@ class ShrinkReport:
     """What was done to a network, and its size, FLOPs, time and outputs before and after; prints as tables.
 
     FLOPs and milliseconds are those of one pass over the example input. ``output_error`` is the distance of the outputs
-    from the given model's, relative to their norm; ``metric_before`` and ``metric_after`` are None without targets.
+    from the given model's, relative to their norm, on ``samples_compared`` samples: all of them, unless the outputs are
+    very many, as those of a language model are; ``metric_before`` and ``metric_after`` are None without targets.
     ``verification_error`` is the distance of the factorised outputs from those of the canonical model.
     """
 
@@ -56,6 +57,7 @@ class ShrinkReport:
     milliseconds_before: float
     milliseconds_after: float
     output_error: float
+    samples_compared: int
     metric: str | None
     metric_before: float | None
     metric_after: float | None
@@ -84,7 +86,7 @@ class ShrinkReport:
         lines = [
             f"{self.network} to {self.budget}: {'; '.join(self.steps)} ({self.seconds:.0f} s)",
             table(["", "before", "after", ""], rows, left=(0,)),
-            f"outputs differ by {100 * self.output_error:.3g} % of their norm on {self.samples:,} samples",
+            f"outputs differ by {100 * self.output_error:.3g} % of their norm on {self.samples_compared:,} samples",
             table(header, [layer._cells() for layer in self.layers], left=(0, 1, 2, 4)),
         ]
         if self.dense:

@@ -204,6 +204,6 @@ def _sensitivity(model: nn.Module, calibrated: Calibrated) -> tuple[LayerSensiti
     for name, calibration in calibrated.layers.items():
         size = calibration.problem.weight.numel()
         rank = max(1, min(layers[name].rank, (size // 2 - 1) // (1 + sum(layers[name].modes))))
-        squared = calibration.importance * calibration.candidates.expected_error(rank) * samples / max(norm, 1e-300)
+        squared = calibration.importance * calibration.expected_error(rank) * samples / max(norm, 1e-300)
         rows.append(LayerSensitivity(name, size, squared**0.5, rank))
     return tuple(sorted(rows, key=lambda row: -row.output_error))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cpnorm._checks import check_int, check_type
 from cpnorm.cp.als import solve_with_ridge
+from cpnorm.cp.closed_form import best_factors
 from cpnorm.cp.decompose import in_full_precision
 from cpnorm.cp.output_metric import Candidates, Factors, Problem
 from cpnorm.cp.quasi_newton import quasi_newton, solve_outputs
@@ -53,7 +54,8 @@ def cp_calibrated(
     """
     check_type(weight, Tensor, "a tensor as weight")
     problem = Problem.of(weight, inputs, outputs, groups=groups, output_modes=output_modes)
-    candidates = problem.candidates() if init is None or output_modes == 1 else None
+    known = problem.is_matrix or not (init is None or output_modes == 1)
+    candidates = None if known else problem.candidates()
     fitted = fit(problem, check_int("rank", rank), candidates, init, steps=steps)
     return fitted.to(weight.dtype)
 
@@ -61,7 +63,12 @@ def cp_calibrated(
 def fit(
     problem: Problem, rank: int, candidates: Candidates | None, init: CPTensor | None = None, *, steps: int = 150
 ) -> CPTensor:
-    """Return the canonical form of this rank, from the better of the candidates and ``init``; see ``cp_calibrated``."""
+    """Return the canonical form of this rank, from the better of the candidates and ``init``; see ``cp_calibrated``.
+
+    A matrix needs neither: its best approximation is computed directly.
+    """
+    if problem.is_matrix:
+        return _scaled(problem, _padded(problem, best_factors(problem, rank), rank))
     starts = []
     if candidates is not None:
         starts.append(_padded(problem, candidates.last(rank), rank))
@@ -70,10 +77,12 @@ def fit(
         starts.append([scaled.to(problem.weight), *(factor.to(problem.weight) for factor in init.factors[1:])])
     starts = [solve_outputs(problem, start) for start in starts]
     best = min(starts, key=problem.error)
-    if steps and not (problem.is_matrix and candidates is not None):
-        best = quasi_newton(problem, best, steps)
-    scale = best[0].new_tensor(problem.scale)
-    return CPTensor(scale, scale.new_ones(rank), tuple(best)).normalize()
+    return _scaled(problem, quasi_newton(problem, best, steps) if steps else best)
+
+
+def _scaled(problem: Problem, factors: Factors) -> CPTensor:
+    scale = factors[0].new_tensor(problem.scale)
+    return CPTensor(scale, scale.new_ones(factors[0].shape[1]), tuple(factors)).normalize()
 
 
 def _padded(problem: Problem, factors: Factors, rank: int) -> Factors:

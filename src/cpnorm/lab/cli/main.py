@@ -227,10 +227,13 @@ def shrink(
     ] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(min=1, help="samples at a time; default: 32 images or 16 windows", rich_help_panel=DATA),
+        typer.Option(min=1, help="samples at a time; default: 32 images or 4 windows", rich_help_panel=DATA),
     ] = None,
     seed: Annotated[int, typer.Option(help="seed that chooses the calibration images", rich_help_panel=DATA)] = 0,
     skip: Annotated[list[str] | None, typer.Option(help="a layer to keep as it is; may be repeated")] = None,
+    together: Annotated[
+        bool, flag("--together/--apart", help="let query, key and value, and gate and up, share their input vectors")
+    ] = False,
     curve: Annotated[bool, flag("--curve/--no-curve", help="try larger and smaller budgets, too")] = True,
     device: Device = None,
     as_json: Json = False,
@@ -252,21 +255,21 @@ def shrink(
     if (images is None) == (text is None):
         raise typer.BadParameter("expected either --images or --text")
 
-    used, together = (512, 32) if text is None else (64, 16)
-    used, together = samples or used, batch_size or together
+    used, at_a_time = (512, 32) if text is None else (64, 4)
+    used, at_a_time = samples or used, batch_size or at_a_time
 
     def data() -> UserData:
         if text is not None:
-            return read_text(text, network, length, used, together)
+            return read_text(text, network, length, used, at_a_time)
         assert images is not None
         options = ImageOptions(image_size, parse_numbers(mean), parse_numbers(std))
-        return read_images(images, options, used, together, seed)
+        return read_images(images, options, used, at_a_time, seed)
 
     console = messages()
     announce_warnings(console)
     outcome = command.run_shrink(
-        network, weights, data, budget, out, device=device, samples=used, skip=tuple(skip or ()), curve=curve,
-        console=console, silent=as_json,
+        network, weights, data, budget, out, device=device, samples=used, skip=tuple(skip or ()), together=together,
+        curve=curve, console=console, silent=as_json,
     )  # fmt: skip
     if as_json:
         print_json(outcome.to_json())

@@ -26,6 +26,8 @@ from cpnorm.lab.training.users_code import users_code
 EXAMPLES = 8
 CURVE = (2.0, 1.41, 0.71, 0.5)  # budgets of the curve, in multiples of the one asked for
 CONTINUED = 24  # tokens of an example
+WIDE = 36  # characters of a step's name beside its bar, so that both fit into 80 columns
+TOLD_SECONDS, SURE_SECONDS = 15.0, 3.0  # between lines about one step; after which its end is foretold
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ def run_shrink(
     device: str | None,
     samples: int,
     skip: tuple[str, ...],
+    together: bool,
     curve: bool,
     console: Console,
     silent: bool,
@@ -92,22 +95,25 @@ def run_shrink(
     model = load_network(network, weights, device)
     found = data()
     inputs = _inputs(found.calibration[0])
+    two = {key: x[:2] for key, x in inputs.items()} if isinstance(inputs, dict) else inputs[:2]
     with users_code(f"{network} on a batch of the data"), torch.no_grad():
-        model(**_moved(model, inputs)) if isinstance(inputs, dict) else model(_moved(model, inputs))
+        model(**_moved(model, two)) if isinstance(two, dict) else model(_moved(model, two))
     stored = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     model = model.float() if stored.itemsize < 4 else model
     with Steps(console, silent) as tell:
-        shrinker = cpnorm.Shrinker(model, found.calibration, samples=samples, skip=skip, progress=tell)
+        tell.say(found.amount)
+        shrinker = cpnorm.Shrinker(
+            model, found.calibration, samples=samples, skip=skip, together=together, progress=tell
+        )
         small = shrinker.shrink(**budget)
-        name, measure = _quality(found)
-        tell(f"{name} on held-out data", 0, 1)
+        name, measure = _quality(found, tell)
         outcome = Outcome(small, name, measure(model, model), measure(small.model, model), [], [])
-        outcome.curve = _curve(shrinker, small, outcome, measure) if curve else []
+        outcome.curve = _curve(shrinker, small, outcome, measure, tell) if curve else []
+        del shrinker  # and what was measured, which takes more memory than the network
         tell("examples", 0, 1)
         outcome.examples = _examples(model, small.model, found)
-        tell("writing files", 0, 1)
         out.mkdir(parents=True, exist_ok=True)
-        outcome.files = _export(small, inputs, out, stored)
+        outcome.files = _export(small, two, out, stored, tell)
     from cpnorm.lab.cli.shrink_page import document
     from cpnorm.lab.report import write_page
 
@@ -118,14 +124,17 @@ def run_shrink(
 
 
 class Steps:
-    """Tell the user what is being done: as a bar on a terminal, else in a line for each step."""
+    """Tell the user what is being done, and how long it takes: as a bar on a terminal, else in lines."""
 
     def __init__(self, console: Console, silent: bool) -> None:
-        columns = (TextColumn("{task.description:40.40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self.bar = Progress(*columns, console=console, disable=silent or not console.is_terminal)
-        self.task = self.bar.add_task("")
-        self.lines = None if silent or console.is_terminal else console
-        self.started, self.last = time.monotonic(), ""
+        columns = (TextColumn(f"{{task.description:{WIDE}.{WIDE}}}"), BarColumn(12), MofNCompleteColumn())
+        times = (TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
+        self.bar = Progress(*columns, *times, console=console, disable=silent or not console.is_terminal)
+        self.task = self.bar.add_task("", left="")
+        self.console = None if silent else console
+        self.prefix = ""  # in front of every step, such as the budget it belongs to
+        self.started = time.monotonic()
+        self.step, self.since, self.told = "", self.started, self.started
 
     def __enter__(self) -> Steps:
         self.bar.start()
@@ -134,12 +143,42 @@ class Steps:
     def __exit__(self, *_: object) -> None:
         self.bar.stop()
 
+    def say(self, line: str) -> None:
+        """Print a line."""
+        if self.console is not None and line:
+            self.console.print(line, soft_wrap=True)
+
     def __call__(self, what: str, done: int, total: int) -> None:
-        self.bar.update(self.task, description=what, completed=done, total=total)
-        step = what.partition(":")[0]
-        if self.lines is not None and step not in (self.last, "done"):
-            self.lines.print(f"{time.monotonic() - self.started:6.0f} s  {step}", soft_wrap=True)
-        self.last = step
+        what, now = self.prefix + what, time.monotonic()
+        step = what.partition(": ")[0] if not self.prefix else ": ".join(what.split(": ")[:2])
+        is_new = step != self.step
+        if is_new:
+            self.step, self.since, self.told = step, now, now
+        left = remaining(now - self.since, done, total)
+        self.bar.update(self.task, description=_shortened(what), completed=done, total=total, left=left)
+        if self.console is None or self.console.is_terminal or step.endswith("done"):
+            return
+        if is_new or now - self.told >= TOLD_SECONDS:
+            self.told = now
+            so_far = f", {done} of {total}{', ' if left else ''}{left}" if done else ""
+            self.console.print(f"{now - self.started:6.0f} s  {step}{so_far}", soft_wrap=True)
+
+
+def remaining(seconds: float, done: int, total: int) -> str:
+    """Return about how long a step will still take; nothing before that can be said.
+
+    >>> remaining(30.0, 60, 180), remaining(1.0, 1, 100)
+    ('60 s left', '')
+    """
+    if seconds < SURE_SECONDS or not 0 < done < total:
+        return ""
+    left = seconds / done * (total - done)
+    return f"{left:.0f} s left" if left < 100 else f"{left / 60:.0f} min left"
+
+
+def _shortened(text: str) -> str:
+    """Return a text that fits into the bar: of a long layer name, the end."""
+    return text if len(text) <= WIDE else f"{text[: WIDE // 3]}…{text[-(WIDE - WIDE // 3 - 1) :]}"
 
 
 # --- measuring on what was held out -------------------------------------------------------------------------------
@@ -164,13 +203,14 @@ def _scores(model: nn.Module, inputs: Any) -> Tensor:
     return scores[0] if isinstance(scores, tuple | list) else scores
 
 
-def _quality(data: UserData) -> tuple[str, Callable[[nn.Module, nn.Module], float]]:
+def _quality(data: UserData, tell: Steps) -> tuple[str, Callable[[nn.Module, nn.Module], float]]:
     """Return what is measured on the held-out data, and how: perplexity, accuracy or agreement with old answers."""
     if data.kind == "text":
 
         def perplexity(model: nn.Module, _: nn.Module) -> float:
             total, count = 0.0, 0
-            for batch in data.held_out:
+            for number, batch in enumerate(data.held_out):
+                tell("perplexity on held-out text", number, len(data.held_out))
                 logits, tokens = _scores(model, batch), batch["input_ids"]
                 wanted = tokens[:, 1:].flatten().to(logits.device)
                 guesses = logits[:, :-1].flatten(0, 1).float()
@@ -183,7 +223,8 @@ def _quality(data: UserData) -> tuple[str, Callable[[nn.Module, nn.Module], floa
 
     def right(model: nn.Module, reference: nn.Module) -> float:
         same = count = 0
-        for x, labels in data.held_out:
+        for number, (x, labels) in enumerate(data.held_out):
+            tell("answers on held-out images", number, len(data.held_out))
             answers = _scores(model, x).argmax(1).cpu()
             wanted = labels if labelled else _scores(reference, x).argmax(1).cpu()
             same, count = same + int((answers == wanted).sum()), count + len(answers)
@@ -193,24 +234,27 @@ def _quality(data: UserData) -> tuple[str, Callable[[nn.Module, nn.Module], floa
 
 
 def _curve(
-    shrinker: cpnorm.Shrinker, small: cpnorm.Shrunk, outcome: Outcome, measure: Callable[[nn.Module, nn.Module], float]
+    shrinker: cpnorm.Shrinker,
+    small: cpnorm.Shrunk,
+    outcome: Outcome,
+    measure: Callable[[nn.Module, nn.Module], float],
+    tell: Steps,
 ) -> list[Point]:
     """Return the budgets around the one asked for; those that cannot be met are left out."""
     report = small.report
     share = report.parameters_after / report.parameters_before
     points = [Point(share, report.parameters_after, report.output_error, outcome.quality_after, asked_for=True)]
-    for factor in CURVE:
-        if factor * share >= 0.95:
-            continue
-        shrinker.progress(f"another budget, {100 * factor * share:.0f} % of the parameters", 0, 1)
+    for budget in (factor * share for factor in CURVE if factor * share < 0.95):
+        tell.prefix = f"also to {100 * budget:.0f} %: "
         try:
-            other = shrinker.shrink(parameters=factor * share)
+            other = shrinker.shrink(parameters=budget)
         except ValueError:  # less than one term in each layer
             continue
         after = other.report
         quality = measure(other.model, shrinker.model)
         found = after.parameters_after / after.parameters_before
         points.append(Point(found, after.parameters_after, after.output_error, quality))
+    tell.prefix = ""
     return sorted(points, key=lambda point: point.share)
 
 
@@ -245,20 +289,27 @@ def _name(data: UserData, label: int) -> str:
 
 
 def _continue(model: nn.Module, prompt: Tensor) -> Tensor:
-    tokens = prompt[None]
-    for _ in range(CONTINUED):
-        tokens = torch.cat([tokens, _scores(model, {"input_ids": tokens})[:, -1:].argmax(-1).cpu()], dim=1)
+    """Return the most likely tokens after these, one after the other."""
+    tokens, device = prompt[None], next(model.parameters()).device
+    given, kept = tokens, None
+    with torch.no_grad():
+        for _ in range(CONTINUED):
+            outputs = model(input_ids=given.to(device), past_key_values=kept, use_cache=True)
+            given, kept = outputs.logits[:, -1:].argmax(-1).cpu(), getattr(outputs, "past_key_values", None)
+            tokens = torch.cat([tokens, given], dim=1)
+            given = tokens if kept is None else given  # without keys and values of old tokens, all are read again
     return tokens[0, len(prompt) :]
 
 
 # --- files --------------------------------------------------------------------------------------------------------
 
 
-def _export(small: cpnorm.Shrunk, inputs: Any, out: Path, stored: torch.dtype) -> dict[str, str]:
+def _export(small: cpnorm.Shrunk, inputs: Any, out: Path, stored: torch.dtype, tell: Steps) -> dict[str, str]:
     """Write the parameters as they were stored before, and programs for other runtimes, or why these cannot be."""
     plain = copy.deepcopy(small.model).cpu().float().eval()
-    two = {key: x[:2].cpu() for key, x in inputs.items()} if isinstance(inputs, dict) else inputs[:2].cpu()
+    two = {key: x.cpu() for key, x in inputs.items()} if isinstance(inputs, dict) else inputs.cpu()
     parameters = plain if stored == torch.float32 else copy.deepcopy(plain).to(stored)
+    tell("writing model.safetensors", 0, 1)
     cpnorm.save(parameters, out / "model.safetensors", metadata={"parameters": small.report.parameters_after})
     files = {"model.safetensors": _size(out / "model.safetensors")}
     writers = {
@@ -266,6 +317,7 @@ def _export(small: cpnorm.Shrunk, inputs: Any, out: Path, stored: torch.dtype) -
         "model.pt2": lambda path: _write_program(plain, two, path),
     }
     for name, write in writers.items():
+        tell(f"writing {name}", 0, 1)
         try:
             write(out / name)
             files[name] = _size(out / name)

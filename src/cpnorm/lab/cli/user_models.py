@@ -108,6 +108,7 @@ class UserData:
     names: tuple[str, ...] = ()
     tokenizer: Any = None
     pictures: tuple[Path, ...] = ()  # of the held-out images
+    amount: str = ""  # how much of the data is used
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,8 @@ def read_images(source: Path, options: ImageOptions, samples: int, batch: int, s
         return [_labelled([found[n] for n in part], options) for part in parts]
 
     pictures = tuple(found[n][0] for n in rest)
-    return UserData(batches(chosen), batches(rest), "images", names, pictures=pictures)
+    amount = f"{len(chosen):,} of {len(found):,} images to calibrate with, {len(rest):,} others to measure on"
+    return UserData(batches(chosen), batches(rest), "images", names, pictures=pictures, amount=f"{amount} (--samples)")
 
 
 def _labelled(found: Sequence[tuple[Path, int | None]], options: ImageOptions) -> tuple[Tensor, Tensor | None]:
@@ -202,6 +204,13 @@ def read_text(file: Path, source: str, length: int, samples: int, batch: int) ->
     if len(windows) < 2:
         raise ValueError(f"{file}: expected at least {2 * length} tokens, got {len(tokens)}: try --length")
     cut = max(1, 3 * len(windows) // 4)
-    parts = (windows[:cut][:samples], windows[cut:][:samples])
+    parts = [_spread(part, samples) for part in (windows[:cut], windows[cut:])]
     calibration, held_out = ([{"input_ids": rows} for rows in part.split(batch)] for part in parts)
-    return UserData(calibration, held_out, "text", tokenizer=tokenizer)
+    used = [f"{len(part):,} windows of {length:,} tokens" for part in parts]
+    amount = f"{used[0]} to calibrate with, {used[1]} to measure on, of a text of {len(tokens):,} tokens"
+    return UserData(calibration, held_out, "text", tokenizer=tokenizer, amount=f"{amount} (--samples, --length)")
+
+
+def _spread(windows: Tensor, count: int) -> Tensor:
+    """Return this many windows from all over a text: its beginning may be about one thing only."""
+    return windows if count >= len(windows) else windows[torch.linspace(0, len(windows) - 1, count).long()]
