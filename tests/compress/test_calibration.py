@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import cpnorm
 from cpnorm import truncate
+from cpnorm.compress import sequence
 from cpnorm.compress.layer_inputs import input_moments
 from cpnorm.compress.lockstep import Call, run_in_lockstep
 from cpnorm.compress.moments import (
@@ -124,6 +125,26 @@ def test_jobs_meet_at_every_stop_in_order() -> None:
     assert threading.active_count() == before
 
 
+def test_late_jobs_catch_up_one_after_the_other() -> None:
+    """Two jobs run at the first stop and at the second, all four from the third on; one stop is called twice."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 3) for _ in range(3)]
+    model = nn.Sequential(layers[0], layers[1], layers[0], layers[2])
+    inputs, seen, outputs = [torch.randn(2, 3) for _ in range(4)], [], {}
+
+    def visit(module: nn.Module, calls: list[Call]) -> None:
+        seen.append((layers.index(module), [call.job for call in calls]))
+        for call in calls:
+            call.result = type(module).forward(module, *call.args)
+            outputs[call.job] = call.result
+
+    run_in_lockstep(model, inputs, layers, visit, jobs_at=lambda module: 4 if module is layers[2] else 2)
+    late = [(n, [job]) for job in (2, 3) for n in (0, 1, 0)]
+    assert seen == [(0, [0, 1]), (1, [0, 1]), (0, [0, 1]), *late, (2, [0, 1, 2, 3])]
+    for job, x in enumerate(inputs):
+        torch.testing.assert_close(outputs[job], model(x))
+
+
 @pytest.mark.parametrize("where", ["visit", "job"])
 def test_an_error_ends_all_jobs_and_leaves_the_model_as_it_was(where: str) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).train()
@@ -140,6 +161,33 @@ def test_an_error_ends_all_jobs_and_leaves_the_model_as_it_was(where: str) -> No
         run_in_lockstep(model, inputs, list(model), visit)
     assert threading.active_count() == before
     assert all("forward" not in module.__dict__ and module.training for module in model.modules())
+
+
+def test_with_little_memory_later_layers_still_see_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first map is 64 times as large as those behind the pooling, so that only one batch fits there."""
+    torch.manual_seed(0)
+    pooled = nn.AvgPool2d(8)
+    dense = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), pooled, nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Flatten())
+    batches = [torch.randn(4, 3, 32, 32) for _ in range(6)]
+    seen: dict[str, int] = {}
+    whole = sequence._Sequence._visit_layer
+
+    def visit(self: sequence._Sequence, module: nn.Module, calls: list[Call]) -> None:
+        seen.setdefault(self.names[module], len(calls) // 2)
+        whole(self, module, calls)
+
+    monkeypatch.setattr(sequence._Sequence, "_visit_layer", visit)
+    models = []
+    for room in (2**30, 6 * 4 * 3 * 32 * 32 * 4):
+        monkeypatch.setattr(sequence, "ALIVE_BYTES", room)
+        models.append(cpnorm.canonical_norm(copy.deepcopy(dense)))
+        seen.clear()
+        cpnorm.truncate(models[-1], ranks={"0": 9, "3": 4}, data=batches)
+        assert seen == ({"0": 6, "3": 6} if room == 2**30 else {"0": 1, "3": 6})
+    x = torch.randn(8, 3, 32, 32)
+    with torch.no_grad():
+        errors = [(model(x) - dense(x)).norm() / dense(x).norm() for model in models]
+    assert errors[1] < 1.2 * errors[0] < 0.5
 
 
 # --- what it buys -------------------------------------------------------------------------------------------------

@@ -61,19 +61,19 @@ class Calibrated:
 
     batches: list[Batch]
     layers: dict[str, Calibration]
-    bytes_alive: int  # of the largest feature maps, over all batches
+    bytes: dict[str, int]  # of the input of each layer for one batch, in the order of the first calls
     forms: dict[str, CPTensor]  # that were measured
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self.batches)
 
-    def of(self, layers: Mapping[str, CPLayer]) -> tuple[dict[str, Calibration], int]:
-        """Return the calibrations of these layers; raise if their terms are not those that were measured."""
+    def of(self, layers: Mapping[str, CPLayer]) -> tuple[dict[str, Calibration], dict[str, int]]:
+        """Return the calibrations of these layers and ``bytes``; raise if their terms are not the measured ones."""
         for name, layer in layers.items():
             if name not in self.forms or not _same(self.forms[name], layer.cp):
                 which = name or "the layer"
                 raise ValueError(f"data: calibrated on another model, of which {which} differs; calibrate this one")
-        return {name: each for name, each in self.layers.items() if name in layers}, self.bytes_alive
+        return {name: each for name, each in self.layers.items() if name in layers}, self.bytes
 
 
 def _same(one: CPTensor, other: CPTensor) -> bool:
@@ -102,16 +102,16 @@ def calibrate(model: nn.Module, data: Any, *, progress: Progress | None = None) 
     layers, batches = canonical_layers(model), as_batches(data)
     if not layers:
         raise ValueError(f"{type(model).__name__} has no canonical layer to calibrate: call canonical_norm first")
-    found, bytes_alive = calibrate_layers(model, layers, [inputs for inputs, _ in batches], progress)
+    found, sizes = calibrate_layers(model, layers, [inputs for inputs, _ in batches], progress)
     forms = {name: CPTensor(y.cp.sigma.clone(), y.cp.lambdas.clone(), tuple(f.clone() for f in y.cp.factors))
              for name, y in layers.items()}  # fmt: skip
-    return Calibrated(batches, found, bytes_alive, forms)
+    return Calibrated(batches, found, sizes, forms)
 
 
 def calibrate_layers(
     model: nn.Module, layers: Mapping[str, CPLayer], inputs: Sequence[Any], progress: Progress | None = None
-) -> tuple[dict[str, Calibration], int]:
-    """Return the calibration of each layer that the data reach, and the bytes that feature maps take."""
+) -> tuple[dict[str, Calibration], dict[str, int]]:
+    """Return the calibration of each layer that the data reach, and the bytes that inputs of layers take."""
     with _built_weights(model):
         counted = _Counted(inputs, "measuring inputs and gradients of layers", progress)
         seen, metrics = inputs_and_sensitivity(model, layers, counted)
@@ -126,7 +126,7 @@ def calibrate_layers(
         errors = errors_by_rank(problem) if candidates is None else None
         kept = None if metric is None else _normalized(metric)
         found[name] = Calibration(problem, candidates, errors, importance, kept, moments.calls > len(inputs))
-    return found, seen.largest
+    return found, seen.bytes
 
 
 def _normalized(metric: Tensor) -> Tensor:

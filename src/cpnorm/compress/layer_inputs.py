@@ -35,22 +35,24 @@ class Inputs:
     """The inputs of a model's layers."""
 
     moments: dict[str, Moments]
-    largest: int  # bytes of the largest input of a layer, over all batches
+    bytes: dict[str, int]  # of the largest input of each linear and convolutional layer, in the order of first calls
 
 
 @dataclass(eq=False)
 class _Reader:
     """Adds the inputs of layers to their moments while the model runs."""
 
+    model: nn.Module
     layers: Mapping[str, CPLayer]
     batches: int
     moments: dict[str, Moments] = field(default_factory=dict)
-    largest: int = 0  # bytes of the largest input of a layer
+    bytes: dict[str, int] = field(default_factory=dict)
     latest: dict[nn.Module, list[Versioned]] = field(default_factory=dict)
     last: tuple[list[Versioned], Moments, Added] | None = None  # the last input of a linear layer
 
     def __post_init__(self) -> None:
         self.names = {tie_key(layer): name for name, layer in self.layers.items()}
+        self.places = {module: name for name, module in self.model.named_modules()}
 
     @torch.no_grad()
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any = None) -> None:
@@ -58,7 +60,8 @@ class _Reader:
         if are_unchanged(self.latest.get(layer, []), [x]):
             return  # the parts of stacked layers call the whole with the same input
         self.latest[layer] = versioned(x)
-        self.largest = max(self.largest, x.numel() * x.element_size())
+        where = self.places[layer]
+        self.bytes[where] = max(self.bytes.get(where, 0), x.numel() * x.element_size())
         name = self.names.get(tie_key(layer))
         if name is not None and patch_size(layer) is not None and x.numel():
             self._add(layer, x, self.moments.setdefault(name, Moments()))
@@ -80,12 +83,12 @@ class _Reader:
         self.last = None
 
     def found(self) -> Inputs:
-        return Inputs(self.moments, self.largest * self.batches)
+        return Inputs(self.moments, self.bytes)
 
 
 def input_moments(model: nn.Module, layers: Mapping[str, CPLayer], inputs: Sequence[Any]) -> Inputs:
     """Return the moments of the inputs of these layers over all data, in one pass."""
-    reader = _Reader(layers, len(inputs))
+    reader = _Reader(model, layers, len(inputs))
     for each in inputs:
         watch(model, each, reader)
         reader.next_batch()
@@ -96,7 +99,7 @@ def inputs_and_sensitivity(
     model: nn.Module, layers: Mapping[str, CPLayer], inputs: Sequence[Any]
 ) -> tuple[Inputs, dict[str, Tensor] | None]:
     """Return what ``input_moments`` and ``output_sensitivity`` return, from one pass over the data."""
-    reader = _Reader(layers, len(inputs))
+    reader = _Reader(model, layers, len(inputs))
 
     def batches() -> Iterator[Any]:
         for each in inputs:

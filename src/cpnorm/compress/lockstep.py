@@ -27,6 +27,7 @@ class Call:
 
     job: int
     module: nn.Module
+    number: int  # of earlier calls of the module in this job
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any = None
@@ -44,81 +45,118 @@ def run_in_lockstep(
     stops: Collection[nn.Module],
     visit: Callable[[nn.Module, list[Call]], None],
     logs: Sequence[EventLog] | None = None,
+    jobs_at: Callable[[nn.Module], int] | None = None,
 ) -> None:
     """Run the model in eval mode on the inputs of each job; ``visit`` computes the outputs of the modules in ``stops``.
 
     When every job waits at one of these modules, ``visit`` is called with the module at which most of them wait and
     with their calls, and has to set the result of each call. One job runs at a time, in its own thread. The log of a
     job, if there is one, notes what it does between these modules, and the modules themselves.
-    """
-    arrived: queue.SimpleQueue[Call | BaseException | None] = queue.SimpleQueue()
-    turn = threading.Semaphore(1)
-    local = threading.local()
 
-    def stop(module: nn.Module) -> Callable[..., Any]:
+    With ``jobs_at`` only as many jobs run as it returns for the module at which they wait. Others follow later, one
+    after the other: ``visit`` is called for each of them alone until it has caught up.
+    """
+    threads = _Threads(model, jobs, logs)
+    visits: Counter[nn.Module] = Counter()
+    with evaluating(model), uncompiled(), _Patched(stops, threads.stop):
+        try:
+            threads.start(len(jobs) if jobs_at is None else min(2, len(jobs)))
+            while threads.waiting:
+                ((module, _),) = Counter(call.module for call in threads.waiting).most_common(1)
+                while jobs_at is not None and threads.started < min(len(jobs), jobs_at(module)):
+                    late = threads.start(1)
+                    while late and late.number < visits[late.module]:
+                        visit(late.module, [late])
+                        late = threads.go_on([late])
+                calls = sorted((c for c in threads.waiting if c.module is module), key=lambda call: call.job)
+                visit(module, calls)
+                visits[module] += 1
+                threads.go_on(calls)
+        finally:
+            threads.cancel()
+
+
+class _Threads:
+    """One thread for each job, of which one runs at a time, until it waits at a stop or ends.
+
+    Attributes:
+        started: the number of jobs that have been started.
+        waiting: the calls at which jobs wait.
+    """
+
+    def __init__(self, model: nn.Module, jobs: Sequence[Any], logs: Sequence[EventLog] | None) -> None:
+        self.model, self.jobs, self.logs = model, jobs, logs
+        self.started = 0
+        self.waiting: list[Call] = []
+        self._threads: list[threading.Thread] = []
+        self._arrived: queue.SimpleQueue[Call | BaseException | None] = queue.SimpleQueue()
+        self._local = threading.local()
+
+    def stop(self, module: nn.Module) -> Callable[..., Any]:
+        """Return a forward method that waits for a result."""
+
         def forward(*args: Any, **kwargs: Any) -> Any:
-            call = Call(local.job, module, args, kwargs)
-            arrived.put(call)
-            turn.release()
+            job, calls = self._local.job, self._local.calls
+            call = Call(job, module, calls[module], args, kwargs)
+            calls[module] += 1
+            self._arrived.put(call)
             call.released.wait()
-            turn.acquire()
             if call.cancelled:
                 raise _CancelledError
-            if logs is not None:
-                logs[call.job].note(module, (*args, *kwargs.values()), call.result)
+            if self.logs is not None:
+                self.logs[job].note(module, (*args, *kwargs.values()), call.result)
             return call.result
 
         return forward
 
-    def work(job: int) -> None:
-        local.job = job
-        with turn:
-            try:
-                with torch.inference_mode(False), torch.no_grad(), logs[job] if logs is not None else nullcontext():
-                    run(model, jobs[job])
-                arrived.put(None)
-            except BaseException as error:
-                arrived.put(error)
+    def start(self, count: int) -> Call | None:
+        """Start this many further jobs, one after the other; return the call at which the last of them waits."""
+        last = None
+        for job in range(self.started, self.started + count):
+            self._threads.append(threading.Thread(target=self._work, args=(job,), daemon=True))
+            self._threads[-1].start()
+            self.started += 1
+            last = self._until_it_waits()
+        return last
 
-    threads = [threading.Thread(target=work, args=(job,), daemon=True) for job in range(len(jobs))]
-    waiting: list[Call] = []
-    with evaluating(model), uncompiled(), _Patched(stops, stop):
-        try:
-            running = len(threads)
-            for thread in threads:
-                thread.start()
-            while running:
-                event = arrived.get()
-                if isinstance(event, BaseException):
-                    raise event
-                if event is None:
-                    running -= 1
-                else:
-                    waiting.append(event)
-                if waiting and len(waiting) == running:
-                    ((module, _),) = Counter(call.module for call in waiting).most_common(1)
-                    calls = sorted((c for c in waiting if c.module is module), key=lambda call: call.job)
-                    visit(module, calls)
-                    waiting = [call for call in waiting if call.module is not module]
-                    for call in calls:
-                        call.released.set()
-        finally:
-            _cancel(threads, waiting, arrived)
-
-
-def _cancel(
-    threads: Sequence[threading.Thread], waiting: list[Call], arrived: queue.SimpleQueue[Call | BaseException | None]
-) -> None:
-    """End all jobs that still run."""
-    while any(thread.is_alive() for thread in threads):
-        for call in waiting:
-            call.cancelled = True
+    def go_on(self, calls: Sequence[Call]) -> Call | None:
+        """Hand out results; return the call at which the last of these jobs waits next, or None if it has ended."""
+        last = None
+        for call in calls:
+            self.waiting.remove(call)
             call.released.set()
+            last = self._until_it_waits()
+        return last
+
+    def cancel(self) -> None:
+        """End all jobs that still run."""
+        while any(thread.is_alive() for thread in self._threads):
+            for call in self.waiting:
+                call.cancelled = True
+                call.released.set()
+            try:
+                event = self._arrived.get(timeout=0.01)
+            except queue.Empty:
+                continue
+            self.waiting = [event] if isinstance(event, Call) else []
+
+    def _until_it_waits(self) -> Call | None:
+        event = self._arrived.get()
+        if isinstance(event, BaseException):
+            raise event
+        if event is not None:
+            self.waiting.append(event)
+        return event
+
+    def _work(self, job: int) -> None:
+        self._local.job, self._local.calls = job, Counter()
         try:
-            event = arrived.get(timeout=0.01)
-        except queue.Empty:
-            continue
-        waiting = [event] if isinstance(event, Call) else []
+            log = self.logs[job] if self.logs is not None else nullcontext()
+            with torch.inference_mode(False), torch.no_grad(), log:
+                run(self.model, self.jobs[job])
+            self._arrived.put(None)
+        except BaseException as error:
+            self._arrived.put(error)
 
 
 class _Patched:

@@ -20,10 +20,11 @@ from cpnorm.nn.planner import output_space
 from cpnorm.nn.running import evaluating, run
 
 LEAST_SAMPLES = 2**15  # patches per layer over all inputs, if there are that many
-SAMPLES_PER_ENTRY = 48  # patches for each entry of a patch
+SAMPLES_PER_ENTRY = 16  # patches for each entry of a patch
 MOST_ENTRIES = 8192  # of a patch; the second moments of a larger one take more than half a GiB
 PRODUCT_ROWS = 192  # of a block of a symmetric product
 SENSITIVITY_INPUTS = 256  # inputs for which gradients of the network are computed
+SENSITIVITY_ROWS = 2**14  # output positions of a layer and a batch at which these are looked at
 
 
 # --- patches ------------------------------------------------------------------------------------------------------
@@ -316,8 +317,12 @@ def _direction(y: Tensor, generators: dict[torch.device, torch.Generator]) -> Te
 
 def _outer(layer: nn.Module, gradient: Tensor) -> tuple[Tensor, float]:  # -> (g, o, o), its scale
     dims = 0 if isinstance(layer, nn.Linear) else len(cast(Any, layer).kernel_size)
-    rows = gradient.movedim(-1 - dims, -1)
+    rows = gradient.movedim(-1 - dims, -1).flatten(0, -2)
+    share = 1.0
+    if len(rows) > SENSITIVITY_ROWS:
+        chosen = torch.randint(len(rows), (SENSITIVITY_ROWS,), generator=torch.Generator().manual_seed(0))
+        rows, share = rows[chosen.to(rows.device)], SENSITIVITY_ROWS / len(rows)
     rows = rows.reshape(-1, getattr(layer, "groups", 1), rows.shape[-1] // getattr(layer, "groups", 1)).transpose(0, 1)
     scale = rows.abs().amax().clamp_min(torch.finfo(rows.dtype).tiny)  # keeps squares in range
     rows = (rows / scale).float()
-    return symmetric_product(rows), scale.double().square().item()
+    return symmetric_product(rows), scale.double().square().item() / share

@@ -33,8 +33,8 @@ from cpnorm.nn.convert import fold
 from cpnorm.nn.planner import linear_modes, weight_shape
 
 Progress = Callable[[str, int, int], None]
-ALIVE_BYTES = 4 * 2**30  # of feature maps that all inputs together may keep alive; with more, fewer inputs are used
-MAPS_ALIVE = 6  # about so many times the largest map is alive at once, old and new
+ALIVE_BYTES = 4 * 2**30  # of feature maps that all inputs together may keep alive; with more, fewer inputs run
+MAPS_ALIVE = 6  # about so many times the input of a layer is alive at once, old and new
 RECTIFIED_ROUNDS = 2  # of fits to what is left after a rectifier, each from the one before
 RECTIFIED_STEPS = 40  # quasi-Newton steps in each
 
@@ -72,7 +72,7 @@ def refit_in_sequence(
     *,
     dense: Iterable[str] = (),
     regress: bool = True,
-    bytes_alive: int = 0,
+    input_bytes: Mapping[str, int] | None = None,
     progress: Progress | None = None,
 ) -> Refitted:
     """Return layers fitted one after the other, each on the outputs of the fitted layers before it.
@@ -91,12 +91,16 @@ def refit_in_sequence(
         inputs: the inputs of all batches.
         dense: layers that become dense, which are also fitted to their old outputs if ``regress``.
         regress: see ``forms``.
-        bytes_alive: bytes of the feature maps of one layer over all inputs; if memory is short, fewer inputs are used.
+        input_bytes: bytes of the input of each layer for one batch, in the order of the first calls. Where the inputs
+            of a layer or of a later one would need too much memory for all batches, fewer batches take part; the others
+            join where feature maps have become smaller.
         progress: called with (layer name, layers done, layers in total).
     """
-    share = _room(next(iter(layers.values())).lambdas.device) / max(1, MAPS_ALIVE * bytes_alive)
-    used = list(inputs)[: max(1, int(len(inputs) * min(share, 1.0)))]
-    sequence = _Sequence(model, layers, dict(forms), dict(ranks), calibrations, used, list(dense), regress, progress)
+    room = _room(next(iter(layers.values())).lambdas.device)
+    batches = _batches_at(model, input_bytes or {}, room)
+    sequence = _Sequence(
+        model, layers, dict(forms), dict(ranks), calibrations, list(inputs), list(dense), regress, progress, batches
+    )
     sequence.run()
     found = {name: sequence.new[name] for name in sequence.dense if name in sequence.new}
     return Refitted(sequence.forms, found, sequence.statistics)
@@ -106,6 +110,15 @@ def _room(device: torch.device) -> float:
     """Return the bytes that feature maps may take; on a GPU with more free memory, half of the free memory."""
     free = torch.cuda.mem_get_info(device)[0] / 2 if device.type == "cuda" else 0
     return max(ALIVE_BYTES, free)
+
+
+def _batches_at(model: nn.Module, input_bytes: Mapping[str, int], room: float) -> dict[nn.Module, int]:
+    """Return how many batches may run when a layer is reached: its feature maps and all later ones have to fit."""
+    found, largest = {}, 1
+    for name in reversed(list(input_bytes)):
+        largest = max(largest, input_bytes[name])
+        found[model.get_submodule(name)] = max(1, int(room / (MAPS_ALIVE * largest)))
+    return found
 
 
 class _FinishedError(Exception):
@@ -123,6 +136,7 @@ class _Sequence:
     dense: list[str]
     regress: bool
     progress: Progress | None
+    batches: Mapping[nn.Module, int]  # how many may run when a layer is reached
     statistics: dict[_BatchNorm, tuple[Tensor, Tensor]] = field(default_factory=dict)
     names: dict[nn.Module, str] = field(default_factory=dict)
     plain: dict[nn.Module, nn.Module] = field(default_factory=dict)  # dense layers to compute with
@@ -152,12 +166,16 @@ class _Sequence:
         wanted = {each.stream for each in self.follows.values() if each.stream is not None}
         self.logs = [EventLog(wanted) for _ in jobs]
         with suppress(_FinishedError):
-            run_in_lockstep(self.model, jobs, stops, self.visit, self.logs)
+            run_in_lockstep(self.model, jobs, stops, self.visit, self.logs, self._jobs_at)
         for name in self.ranks:
             if name not in self.new:
                 self.forms[name] = fit_alone(self.layers[name], self.calibrations[name], self.ranks[name])
         if self.progress:
             self.progress("", len(self.old), len(self.old))
+
+    def _jobs_at(self, module: nn.Module) -> int:
+        """Return how many jobs may run when they reach a module; batch norms add none."""
+        return 2 * self.batches.get(module, min(self.batches.values(), default=len(self.inputs)))
 
     def _look_ahead(self, stops: list[nn.Module]) -> None:
         """Find out what follows each layer, by one run of the old network."""
@@ -185,6 +203,7 @@ class _Sequence:
 
     def _visit_layer(self, module: nn.Module, calls: list[Call]) -> None:
         name, layer = self.names[module], cast(CPLayer, module)
+        follows = self.follows.get(layer, Successors())
         for call in calls:
             if call.job % 2 == 0:
                 call.result = self._result(layer, call, self.old[name], cast(Tensor | None, layer.bias))
@@ -193,6 +212,8 @@ class _Sequence:
                 self.progress(name, len(self.new), len(self.old))
             self.new[name] = self._fitted(name, layer, calls)
         for call in calls:
+            if follows.stream is not None:  # of a job that came late, nothing was fitted to it
+                self.logs[call.job].kept.pop(follows.stream, None)
             if call.job % 2:
                 call.result = self._result(layer, call, *self.new[name])
 

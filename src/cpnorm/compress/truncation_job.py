@@ -42,10 +42,10 @@ class TruncationJob:
         return [inputs for inputs, _ in self.batches]
 
     @cached_property
-    def calibrations(self) -> tuple[dict[str, Calibration], int]:
-        """The calibration of each layer that the data reach, and the bytes that feature maps take."""
+    def calibrations(self) -> tuple[dict[str, Calibration], dict[str, int]]:
+        """The calibration of each layer that the data reach, and the bytes that inputs of layers take."""
         if self.refit != "calibrated":
-            return {}, 0
+            return {}, {}
         if self.calibrated is not None:
             return self.calibrated.of(self.layers)
         found = calibrate_layers(self.model, self.layers, self.inputs)
@@ -110,7 +110,7 @@ class TruncationJob:
                 self.inputs,
                 dense=[name for name in dense if name in self.calibrations[0]],
                 regress=self.refit in FITTED_TO_DATA,
-                bytes_alive=self.calibrations[1],
+                input_bytes=self.calibrations[1],
                 progress=self.progress,
             )
         if self.progress:
