@@ -66,19 +66,21 @@ def no_spread(target: layer_target.Target, weight: torch.Tensor) -> torch.Tensor
     return torch.ones(weight.shape[0] * weight.shape[1], dtype=torch.float64, device=weight.device)
 
 
-def variants() -> dict[str, list[Any]]:
-    """Return the patches of each variant."""
+def variants(name: str) -> dict[str, list[Any]]:
+    """Return the patches of each variant; settings are compared on the smaller network alone."""
     spread = mock.patch.object(layer_target.Target, "spread", no_spread)
 
     def follows(sums: bool, rectifiers: bool) -> Any:
         return mock.patch.object(sequence, "successors", without(sums, rectifiers))
 
-    return {
+    parts = {
         "as it is": [],
         "without rectifiers": [follows(False, True)],
         "without sums": [follows(True, False)],
         "without spread": [spread],
         "without all three": [follows(True, True), spread],
+    }
+    settings = {
         "half the steps": steps(0.5),
         "twice the steps": steps(2.0),
         "a third of the samples": [
@@ -86,6 +88,7 @@ def variants() -> dict[str, list[Any]]:
             mock.patch.object(moments, "SAMPLES_PER_ENTRY", moments.SAMPLES_PER_ENTRY // 3),
         ],
     }
+    return parts | (settings if name == "resnet20" else {})
 
 
 @contextmanager
@@ -133,7 +136,7 @@ def main() -> None:
         data = dataclasses.replace(data, mean=about.mean, std=about.std, **held_out)
         found: dict[str, list[Mapping[str, Any]]] = {}
         for draw in range(args.draws):
-            for variant, patches in variants().items():
+            for variant, patches in variants(name).items():
                 with patched(patches):
                     found.setdefault(variant, []).append(cut(network, data, SHARES[name], draw))
                 print(json.dumps({"network": name, "variant": variant, "draw": draw, **found[variant][-1]}), flush=True)
