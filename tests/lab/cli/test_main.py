@@ -238,7 +238,7 @@ ERRORS = {
     "no row": (
         ["train", "--preset", "cifar10/none"],
         2,
-        "no row is named 'cifar10/none'; did you mean cifar10/none-sgd?",
+        "no row is named 'cifar10/none': did you mean cifar10/none-sgd",
     ),
     "no training": (["train", "--preset", "compress-cifar10/25"], 2, "compresses the runs of cifar10/cp-sgd"),
     "ours": (["train", "--preset", "beyond-compress/50"], 2, "compresses the runs of beyond-batch/adam-64"),

@@ -32,8 +32,7 @@ def train(
     preset: Annotated[
         str | None,
         typer.Option(
-            help="start from the settings of a row of the paper or of ours, such as cifar10/cp-sgd; "
-            "an unknown row lists all of them"
+            help="start from the settings of a row of the paper or of ours, such as cifar10/cp-sgd; list shows them all"
         ),
     ] = None,
     protocol: Annotated[

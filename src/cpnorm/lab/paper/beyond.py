@@ -243,15 +243,15 @@ CLAIM_ROWS = (
 )
 
 TABLES = (
-    Table("beyond-cifar10", "Low rank from the start, AlexNet-like on CIFAR-10", "", rows=CIFAR10_ROWS),
-    Table("beyond-batch", "Adam: batch size and renormalisation, CIFAR-10", "", rows=(ADAM_64, ADAM_FREE)),
-    Table("beyond-compress", "λ-truncation of the Adam-trained network, CIFAR-10", "", rows=COMPRESS_ROWS),
-    Table("beyond-criteria", "What to cut, and how to refit: 90 % of the parameters, CIFAR-10", "", rows=CRITERIA_ROWS),
-    Table("beyond-cut", "Cut, fine-tuned and cut again, CIFAR-10", "", rows=CUT_ROWS),
-    Table("checks", "What may explain a difference from the paper", "", rows=CHECK_ROWS),
-    Table("controls", "Controls: plain networks with the same two stages, CIFAR-10", "", rows=CONTROL_ROWS),
-    Table("claims", "Sentences of the paper that its tables do not test", "", rows=CLAIM_ROWS),
-    Table("beyond-mnist", "Low rank from the start, LeNet-like on MNIST", "", rows=MNIST_ROWS),
+    Table("beyond-cifar10", "Low rank from the start, AlexNet-like on CIFAR-10", rows=CIFAR10_ROWS),
+    Table("beyond-batch", "Adam: batch size and renormalisation, CIFAR-10", rows=(ADAM_64, ADAM_FREE)),
+    Table("beyond-compress", "λ-truncation of the Adam-trained network, CIFAR-10", rows=COMPRESS_ROWS),
+    Table("beyond-criteria", "What to cut, and how to refit: 90 % of the parameters, CIFAR-10", rows=CRITERIA_ROWS),
+    Table("beyond-cut", "Cut, fine-tuned and cut again, CIFAR-10", rows=CUT_ROWS),
+    Table("checks", "What may explain a difference from the paper", rows=CHECK_ROWS),
+    Table("controls", "Controls: plain networks with the same two stages, CIFAR-10", rows=CONTROL_ROWS),
+    Table("claims", "Sentences of the paper that its tables do not test", rows=CLAIM_ROWS),
+    Table("beyond-mnist", "Low rank from the start, LeNet-like on MNIST", rows=MNIST_ROWS),
 )
 
 

@@ -16,7 +16,7 @@ from cpnorm.lab.report.tally import corrected, difference_cells, minus
 
 def explanations(records: Records) -> Grid | None:
     """Return a table of every change that was tried on a row of the paper, with its effect."""
-    tables = {table.key: table for table in paper.tables()}
+    tables = {table.key: table for table in paper.TABLES}
     pairs: list[tuple[Comparison, Comparison]] = []
     for changed in beyond.rows():
         row = paper.row(changed.variant_of) if changed.variant_of and records.finished(changed.key) else None

@@ -43,7 +43,7 @@ def build(results: str | Path, data_dir: str | Path | None = None) -> Document:
     ``figures`` of the results are kept.
     """
     records = read_results(results)
-    compared = {table.key: [compare(row, table, records) for row in table.rows] for table in paper.tables()}
+    compared = {table.key: [compare(row, table, records) for row in table.rows] for table in paper.TABLES}
     everything = [entry for entries in compared.values() for entry in entries]
     answers = claims(records)
     cuts = networks.read_cuts(Path(results))

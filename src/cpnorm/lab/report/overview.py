@@ -33,7 +33,7 @@ def overview(comparisons: Sequence[Comparison], reach: float = 3.0) -> Drawing |
 
 
 def _by_table(measured: Sequence[Comparison]) -> dict[str, list[Comparison]]:
-    titles = {table.key: table.title for table in paper.tables()}
+    titles = {table.key: table.title for table in paper.TABLES}
     groups: dict[str, list[Comparison]] = {}
     for entry in measured:
         groups.setdefault(titles.get(entry.row.table, entry.row.table), []).append(entry)
