@@ -91,15 +91,12 @@ def compare(
             name: timing.captured(partial(network, x), "cpu" if way == "eager" else args.device)
             for name, network in networks.items()
         }
-        shortest = min(values[0] for values in timing.interleaved(once, 1, warmup=2).values())
-        calls = max(1, round(TURN_SECONDS[args.device] / shortest))
-        runs = {name: lambda run=run: [run() for _ in range(calls)] for name, run in once.items()}
-        seconds = timing.interleaved(runs, args.rounds)
+        seconds = timing.in_turns(once, args.rounds, TURN_SECONDS[args.device])
     speed_up = timing.ratio(seconds, "dense", "factorize")
     fewer = choice.total("dense").flops / choice.total("chosen").flops
     row = {
         "dropped": dropped,
-        **{f"{name}, ms": timing.milliseconds(values, calls) for name, values in seconds.items()},
+        **{f"{name}, ms": timing.milliseconds(values) for name, values in seconds.items()},
         "times as fast as dense": speed_up,
         **({f"as {PEER}": timing.ratio(seconds, PEER, "factorize")} if PEER in networks else {}),
         "times fewer FLOPs": fewer,

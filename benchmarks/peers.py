@@ -13,18 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-RANKS = {
-    "features.0": 36,
-    "features.3": 571,
-    "features.6": 1626,
-    "features.8": 1948,
-    "features.10": 1644,
-    "classifier.1": 1024,
-    "classifier.4": 512,
-    "classifier.6": 10,
-}
+from cpnorm.lab.paper.tables import paper_ranks
+from small_layers import replaced
+
+RANKS = paper_ranks("alexnet")
 
 
 def installed(builders: Mapping[str, Callable[[], nn.Module]]) -> tuple[dict[str, nn.Module], dict[str, str]]:
@@ -62,7 +56,7 @@ def tensorly_torch(model: nn.Module, ranks: Mapping[str, int], implementation: s
         made.weight.normal_(0, 0.02)
         return made
 
-    return _replaced(model, {name: peer(model.get_submodule(name), rank) for name, rank in ranks.items()})
+    return replaced(model, {name: peer(model.get_submodule(name), rank) for name, rank in ranks.items()})
 
 
 def tensorly_in_a_hook(model: nn.Module, ranks: Mapping[str, int]) -> nn.Module:
@@ -107,12 +101,3 @@ def authors_code(model: nn.Module, ranks: Mapping[str, int], checkout: Path) -> 
     for name, rank in ranks.items():
         module.cp_norm(twin.get_submodule(name), rank=rank, inference=True)
     return twin
-
-
-def _replaced(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
-    twin = copy.deepcopy(model)
-    for name, layer in layers.items():
-        parent, _, child = name.rpartition(".")
-        twin.get_submodule(parent).register_module(child, layer)
-    weight: Tensor = next(model.parameters())
-    return twin.to(weight.device, weight.dtype)

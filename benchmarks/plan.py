@@ -52,10 +52,7 @@ def measure(layer: cpnorm.CPLayer, x: torch.Tensor, training: bool, rounds: int)
 
     device = "cuda" if x.is_cuda else "cpu"
     runs = {path: timing.captured(partial(run, path), device) for path in PATHS}
-    once = timing.interleaved(runs, 1)
-    calls = max(1, round(LEAST_SECONDS / min(once[path][0] for path in PATHS)))  # short ones take several calls
-    turns = {path: lambda one=runs[path]: [one() for _ in range(calls)] for path in PATHS}
-    return {path: [value / calls for value in values] for path, values in timing.interleaved(turns, rounds, 0).items()}
+    return timing.in_turns(runs, rounds, LEAST_SECONDS)
 
 
 def regret(row: dict[str, Any]) -> timing.Spread:
@@ -106,8 +103,9 @@ def main() -> None:
                   f"-> {chosen:8} regret {regret(rows[-1])['median']:.2f}", flush=True)  # fmt: skip
     regrets = [regret(row) for row in rows]
     within = sum(r["median"] <= 1.1 for r in regrets) / len(regrets)
+    worst = max(regrets, key=lambda regret: regret["median"])
     claims = [
-        timing.at_most("the planner's choice against the best path, worst case", max(regrets, key=_median), 1.1),
+        timing.at_most("the planner's choice against the best path, worst case", worst, 1.1),
         timing.at_least("cases within 10 % of the best path", 100 * within, 100, "%"),
     ]
     table = [
@@ -123,8 +121,8 @@ def main() -> None:
         for row in rows
     ]
     title = "The planner, layer by layer"
-    worst = sorted(table, key=lambda row: -row["times the best"]["median"])
-    tables = {"the ten cases farthest from the best": worst[:10]}
+    farthest = sorted(table, key=lambda row: -row["times the best"]["median"])
+    tables = {"the ten cases farthest from the best": farthest[:10]}
     timing.write("plan", args.device, title=title, claims=claims, tables=tables)
     if args.fit:
         per_byte, per_call, penalty, least, mean = best_constants(rows, args.device)
@@ -132,10 +130,6 @@ def main() -> None:
             f"best constants: {per_byte:g} FLOPs per byte, {per_call:g} per call, {penalty:g} for depthwise, "
             f"{least:g} terms at least; mean log regret {mean:.3f}"
         )
-
-
-def _median(spread: timing.Spread) -> float:
-    return spread["median"]
 
 
 def _rest(plain: nn.Module) -> tuple[Any, ...]:

@@ -34,28 +34,6 @@ BATCHES = {"cpu": (4, 16, 64), "cuda": (16, 64, 256, 1024)}
 SHARE, WIDTH, BATCH = 1 / 4, 1.0, {"cpu": 16, "cuda": 128}  # what stays while another one changes
 
 
-def network(width: float) -> nn.Module:
-    """The AlexNet-like network with so many times the channels and features."""
-    model = alexnet()
-    if width == 1:
-        return model
-
-    def scaled(size: int) -> int:
-        return size if size in (3, 10) else max(1, round(size * width))
-
-    for name, layer in list(model.named_modules()):
-        parent, _, child = name.rpartition(".")
-        if isinstance(layer, nn.Conv2d):
-            channels = scaled(layer.in_channels), scaled(layer.out_channels)
-            new: nn.Module = nn.Conv2d(*channels, 3, padding=layer.padding)
-        elif isinstance(layer, nn.Linear):
-            new = nn.Linear(scaled(layer.in_features), scaled(layer.out_features))
-        else:
-            continue
-        model.get_submodule(parent).register_module(child, new)
-    return model
-
-
 def one_pass(model: nn.Module, x: torch.Tensor) -> None:
     """Forward and backward; gradients are written, not added to."""
     model.zero_grad(set_to_none=True)
@@ -102,7 +80,7 @@ def measure(share: float, batch: int, width: float, device: str, rounds: int) ->
     costs: dict[str, float] = {}
     memory: dict[str, float] = {}
     for name in ("plain", *PATHS):
-        model = network(width).to(device)
+        model = alexnet(width=width).to(device)
         model = model if name == "plain" else canonical_norm(model, share, "kaiming_normal")
         for layer in canonical_layers(model).values():
             layer.path = PATHS[name]

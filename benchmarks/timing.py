@@ -62,12 +62,38 @@ def interleaved(
     for turn in range(rounds):
         names = list(runs) if turn % 2 == 0 else list(reversed(runs))
         for name in names:
-            _synchronize()
+            synchronize()
             start = clock()
             runs[name]()
-            _synchronize()
+            synchronize()
             seconds[name].append(clock() - start)
     return seconds
+
+
+def in_turns(
+    runs: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    turn_seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Seconds of one call of every run: a turn is as many calls as the fastest takes ``turn_seconds`` for."""
+    shortest = min(values[0] for values in interleaved(runs, 1, warmup=2).values())
+    calls = max(1, round(turn_seconds / shortest))
+    turns = {name: lambda run=run: [run() for _ in range(calls)] for name, run in runs.items()}
+    taken = interleaved(turns, rounds, clock=clock)
+    return {name: [value / calls for value in values] for name, values in taken.items()}
+
+
+def kernels(run: Callable[[], Any], calls: int) -> list[tuple[str, float, float]]:
+    """Name, number and microseconds of the GPU kernels of one call, the costliest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(calls):
+            run()
+        synchronize()
+    rows = [(e.key, e.count / calls, e.device_time_total / calls) for e in profiled.key_averages()]
+    return sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2])
 
 
 def captured(run: Callable[[], Any], device: str) -> Callable[[], Any]:
@@ -204,7 +230,8 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
+    """Wait until a GPU has done its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import cpnorm
 import peers
@@ -91,12 +90,9 @@ def steps(made: list[Trainer], count: int) -> None:
 
 def kernels(made: Trainer, show: int) -> dict[str, Any]:
     """How many kernels one step starts, and the microseconds they are busy."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        steps([made], 1)
-        torch.cuda.synchronize()
-    rows = [(e.key, e.count, e.device_time_total) for e in profiled.key_averages() if e.device_time_total > 0]
-    for key, calls, spent in sorted(rows, key=lambda row: -row[2])[:show]:
-        print(f"      {spent:8.1f} us {calls:4d} x {key[:110]}")
+    rows = timing.kernels(partial(steps, [made], 1), calls=1)
+    for key, calls, spent in rows[:show]:
+        print(f"      {spent:8.1f} us {calls:4g} x {key[:110]}")
     return {"kernels": sum(r[1] for r in rows), "busy µs": sum(r[2] for r in rows)}
 
 
