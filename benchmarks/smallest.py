@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import cpnorm
 from cpnorm.lab.data.images import load, normalize
 from cpnorm.lab.paper import records as rows
+from cpnorm.lab.training.evaluation import accuracy
 from cpnorm.lab.training.records import read_records
 from cpnorm.lab.training.run_networks import blank, trained_network
 from cpnorm.lab.training.runs import RunFolder, environment
@@ -88,7 +89,7 @@ def earlier_table() -> str:
         config = runs[0]["config"]
         form = "canonical" if config["norm"] == "cp" else "dense"
         size = f"{runs[0]['parameters']:,}"
-        lines.append(f"| {config['data']} | {config['model']}, {form} | {size} | {accuracy(runs)} | `{row}` |")
+        lines.append(f"| {config['data']} | {config['model']}, {form} | {size} | {spread(runs)} | `{row}` |")
     return "\n".join(lines)
 
 
@@ -101,11 +102,11 @@ def folder_name(row: str) -> str:
     return row.removeprefix("records-").replace("/", "-")
 
 
-def accuracy(runs: Sequence[Record]) -> str:
+def spread(runs: Sequence[Record]) -> str:
     """Return mean and sample standard deviation of the last epochs, and the number of runs."""
     values = [run["test_accuracy_last"] for run in runs]
-    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.2f}{spread} ({len(values)})"
+    deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.2f}{deviation} ({len(values)})"
 
 
 def mean(runs: Sequence[Record]) -> float:
@@ -133,7 +134,7 @@ def measure(folder: Path = RESULTS, data_dir: Path | None = None) -> dict[str, A
         if trained:
             data = load(config.data, data_dir)
             cost["file_bytes"] = (run / "model.safetensors").stat().st_size
-            cost["test_accuracy"] = score(network, normalize(data.test_images, data.mean, data.std), data.test_labels)
+            cost["test_accuracy"] = round(accuracy(network, data), 2)
         found[folder_name(key)] = cost
         print(key, cost, flush=True)
     load_average = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
@@ -168,15 +169,6 @@ def seconds(run: Callable[[], Any], rounds: int = 30) -> float:
     return statistics.median(times)
 
 
-@torch.no_grad()
-def score(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the share of right answers in percent."""
-    right = sum(
-        (network(x).argmax(1) == y).sum().item() for x, y in zip(images.split(500), labels.split(500), strict=True)
-    )
-    return round(100 * right / len(labels), 2)
-
-
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
@@ -194,9 +186,9 @@ def goal_table(runs: Mapping[str, Sequence[Record]], measured: Mapping[str, Any]
         if here:
             met = mean(here) >= goal.accuracy and here[0]["parameters"] <= goal.parameters
             verdict = "too few runs" if len(here) < RUNS else "**met**" if met else "not met"
-            reached, count = f"{accuracy(here)}: {verdict}", f"{here[0]['parameters']:,}"
+            reached, count = f"{spread(here)}: {verdict}", f"{here[0]['parameters']:,}"
         narrow = measured.get("networks", {}).get(folder_name(goal.control), {})
-        dense = f"{accuracy(control)} at {control[0]['parameters']:,}" if control else "no finished run"
+        dense = f"{spread(control)} at {control[0]['parameters']:,}" if control else "no finished run"
         if narrow:
             dense += f"; {narrow['flops_dense'] / 1e6:.1f} MFLOP, {narrow['ms_dense']:.2f} ms"
         flops = " / ".join(f"{cost[k] / 1e6:.1f}" for k in ("flops_factorised", "flops_dense") if k in cost) or "–"
@@ -219,8 +211,8 @@ def stopped_table(runs: Mapping[str, Sequence[Record]], folder: Path = RESULTS) 
     for row, stopped in found.items():
         first = stopped[0]
         epoch, canonical = first["epochs"], runs.get(row.partition("-dense")[0], []) if "-dense" in row else []
-        beside = accuracy(at_epoch(canonical, epoch)) if canonical else "–"
-        here = f"{epoch} of {first['config']['epochs']} | {accuracy(at_epoch(stopped, epoch))}"
+        beside = spread(at_epoch(canonical, epoch)) if canonical else "–"
+        here = f"{epoch} of {first['config']['epochs']} | {spread(at_epoch(stopped, epoch))}"
         lines.append(f"| `{row}` | {first['parameters']:,} | {here} | {beside} |")
     return "\n".join(lines)
 
