@@ -250,6 +250,7 @@ ERRORS = {
     "no seeds": (["reproduce", "--seeds", "0"], 2, "--seeds"),
     "none at once": (["reproduce", "--parallel-runs", "0"], 2, "--parallel-runs"),
     "no goal": (["export", "run", "--onnx", "x", "--goal", "fame"], 2, "expected --goal time or parameters, got fame"),
+    "nothing official": (["data", "check", "idx"], 1, "there is no official one to compare it with"),
     "no argument": (["inspect"], 2, "Missing argument 'RUN'"),
 }
 

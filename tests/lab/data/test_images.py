@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cpnorm.lab.data import images
-from cpnorm.lab.data.digests import WrongDataError, describe_change, describe_difference, require_official
-from cpnorm.lab.data.images import DataNotFoundError, ImageSet, augment, check, load, normalize
+from cpnorm.lab.data.digests import WrongDataError, describe_change, describe_difference, is_official, require_official
+from cpnorm.lab.data.images import DataNotFoundError, ImageSet, augment, load, normalize
 from official_files import WRITERS, make, trust_any_content
 
 
@@ -60,9 +60,8 @@ def test_missing_set_says_what_where_and_how(name: str, tmp_path: Path) -> None:
 
 
 def test_unknown_set() -> None:
-    for read in (load, check):
-        with pytest.raises(ValueError, match=r"a data set among digits, .*svhn, idx, images, got 'imagenet'"):
-            read("imagenet")
+    with pytest.raises(ValueError, match=r"a data set among digits, .*svhn, idx, images, got 'imagenet'"):
+        load("imagenet")
 
 
 def test_files_in_the_folder_itself(tmp_path: Path) -> None:
@@ -74,8 +73,6 @@ def test_files_in_the_folder_itself(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found.test_images.numpy(), make("mnist")[1][0])
     with pytest.raises(DataNotFoundError, match="--data-dir names the folder of the four files"):
         load("idx", tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="there is no official one to compare it with"):
-        check("idx", tmp_path)
 
 
 # Content --------------------------------------------------------------------------------------------------------------
@@ -96,12 +93,10 @@ def test_what_every_set_is(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
         assert labels.unique().tolist() == list(range(len(images.classes)))
 
 
-def test_check_tells_the_official_content_from_another(tmp_path: Path) -> None:
+def test_the_digest_tells_the_official_content_from_another(tmp_path: Path) -> None:
     WRITERS["mnist"](tmp_path, make("mnist"))
-    report = check("mnist", tmp_path)
-    assert not report.genuine
-    assert (report.folder, report.train, report.test) == (tmp_path, 12, 10)
-    assert check("digits").genuine
+    assert not is_official(load("mnist", tmp_path))
+    assert is_official(load("digits"))
 
 
 def test_other_data_in_the_place_of_official_ones(tmp_path: Path) -> None:
@@ -129,17 +124,17 @@ def test_data_are_compared_with_those_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "svhn"])
 def test_official_content(name: str) -> None:
     try:
-        report = check(name)
+        data = load(name)
     except DataNotFoundError as error:
         pytest.skip(str(error))
-    assert report.genuine
+    assert is_official(data)
 
 
 def test_digits_are_the_small_ones_scaled_up() -> None:
     from sklearn.datasets import load_digits
 
     images = load("digits")
-    assert check("digits").train + check("digits").test == 1797
+    assert len(images.train_labels) + len(images.test_labels) == 1797
     small = torch.nn.functional.avg_pool2d(images.test_images.float(), 4)  # 7 x 7
     original = torch.from_numpy(load_digits().images).float()[:, None]
     coarse = torch.nn.functional.interpolate(original, 7, mode="bilinear", antialias=True)

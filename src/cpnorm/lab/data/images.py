@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cpnorm.lab.data.digests import OFFICIAL, digest
+from cpnorm.lab.data.digests import digest
 from cpnorm.lab.data.image_folder import read_image_folder
 from cpnorm.lab.data.official import LAYOUTS, Layout, Split
 
@@ -151,30 +151,6 @@ def data_folders(data_dir: str | Path | None = None) -> list[Path]:
     """Return the folders in which data are looked up, in order; downloads go to the first."""
     given = [data_dir, os.environ.get("CPNORM_DATA")]
     return [Path(folder).expanduser() for folder in given if folder] + [platformdirs.user_cache_path("cpnorm", False)]
-
-
-@dataclass(frozen=True)
-class Check:
-    """The content of a data set's folder, and whether its pixels and labels are those of the official set."""
-
-    name: str
-    folder: Path | None  # None: embedded
-    train: int
-    test: int
-    sha256: str
-
-    @property
-    def genuine(self) -> bool:
-        """Return True if every pixel and label is that of the official set."""
-        return self.sha256 == OFFICIAL.get(self.name)
-
-
-def check(name: str, data_dir: str | Path | None = None) -> Check:
-    """Read a data set as ``load`` does and compare its content, whatever its packing, with the official one."""
-    if name in ("idx", "images"):
-        raise ValueError(f"{name} is any data set of this format: there is no official one to compare it with")
-    data = load(name, data_dir)
-    return Check(name, data.folder, len(data.train_labels), len(data.test_labels), data.sha256)
 
 
 # Sets that need no official files -------------------------------------------------------------------------------------
