@@ -13,7 +13,9 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import cpnorm
+import timing
 from cpnorm.lab.data.images import load, normalize
 from cpnorm.lab.paper import records as rows
 from cpnorm.lab.training.evaluation import accuracy
@@ -63,21 +66,20 @@ OTHERS: tuple[tuple[str, str, int, float, str], ...] = (
 
 def read(folder: Path = RESULTS) -> dict[str, list[Record]]:
     """Return the finished runs of each row, without the trials."""
-    found: dict[str, list[Record]] = defaultdict(list)
-    for path in sorted(folder.glob("records-*.jsonl")):
-        for _, record in read_records(path):
-            if record["table"] != "records-pilot" and not record["diverged"]:
-                found[record["row"]].append(record)
-    return dict(found)
+    return finished(path for path in sorted(folder.glob("records-*.jsonl")) if path.stem != "records-pilot")
 
 
 def earlier() -> dict[str, list[Record]]:
     """Return the finished runs of the paper's networks with low rank from the start, and of their controls."""
+    return finished(ROOT / "results" / name for name in ("beyond-cifar10.jsonl", "beyond-mnist.jsonl"))
+
+
+def finished(paths: Iterable[Path]) -> dict[str, list[Record]]:
+    """Return the runs in these files that did not diverge, by row."""
     found: dict[str, list[Record]] = defaultdict(list)
-    for name in ("beyond-cifar10.jsonl", "beyond-mnist.jsonl"):
-        for _, record in read_records(ROOT / "results" / name):
-            if not record["diverged"]:
-                found[record["row"]].append(record)
+    for _, record in chain.from_iterable(map(read_records, paths)):
+        if not record["diverged"]:
+            found[record["row"]].append(record)
     return dict(found)
 
 
@@ -141,6 +143,7 @@ def measure(folder: Path = RESULTS, data_dir: Path | None = None) -> dict[str, A
     return {"environment": environment(), "load_average": load_average, "networks": found}
 
 
+@torch.no_grad()
 def costs(network: nn.Module, example: Tensor) -> dict[str, Any]:  # example: (1, C, H, W)
     """Return what one image takes, with weights rebuilt as dense ones and with the terms one after the other."""
     found: dict[str, Any] = {"parameters": sum(p.numel() for p in network.parameters())}
@@ -149,24 +152,13 @@ def costs(network: nn.Module, example: Tensor) -> dict[str, Any]:  # example: (1
         forms["dense"] = cpnorm.fold(copy.deepcopy(network))
         forms["factorised"] = cpnorm.factorize(copy.deepcopy(network), example, goal="parameters")
     for name, form in forms.items():
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
+        with FlopCounterMode(display=False) as counter:
             form(example)
         found[f"flops_{name}"] = counter.get_total_flops()
-        found[f"ms_{name}"] = round(1000 * seconds(lambda form=form: form(example)), 3)  # type: ignore[misc]
+        # Processor time, which other processes change less than the time on the clock.
+        taken = timing.interleaved({name: partial(form, example)}, rounds=30, warmup=5, clock=time.process_time)
+        found[f"ms_{name}"] = round(timing.milliseconds(taken[name])["median"], 3)
     return found
-
-
-@torch.no_grad()
-def seconds(run: Callable[[], Any], rounds: int = 30) -> float:
-    """Return the median processor time of a call, which other processes change less than the time on the clock."""
-    for _ in range(5):
-        run()
-    times = []
-    for _ in range(rounds):
-        start = time.process_time()
-        run()
-        times.append(time.process_time() - start)
-    return statistics.median(times)
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

@@ -193,10 +193,7 @@ def page(story: Story, plan: Sequence[Chapter], data: ImageSet, seed: int) -> Do
     lines = {chapter.name: chapter.folder.metrics() for chapter in plan}
     after = {chapter.name: BASE.epochs for chapter in plan if chapter.truncation}
     course, spectrum = pictures.curves(lines, after=after), pictures.spectrum(lambda_states(plan, data))
-    drawings = [
-        finish(course, "curves", *COURSE),
-        finish(spectrum, "spectrum", *SPECTRUM),
-    ]
+    drawings = [finish(course, "curves", *COURSE), finish(spectrum, "spectrum", *SPECTRUM)]
     images = image_grid("samples", "Training images", data.train_images[:60], "Sixty of the training images.", 20)
     run = shlex.quote(str(plan[2].folder.path))
     commands = (

@@ -89,8 +89,7 @@ def compress(
         float | None, typer.Option(help="share of its terms that every layer loses", rich_help_panel=BUDGET)
     ] = None,
     ranks: Annotated[
-        str | None,
-        typer.Option(help='terms a layer keeps: 64, or JSON {"features.3": 64, …}', rich_help_panel=BUDGET),
+        str | None, typer.Option(help='terms a layer keeps: 64, or JSON {"features.3": 64, …}', rich_help_panel=BUDGET)
     ] = None,
     params: Annotated[int | None, typer.Option(help="parameters the network may keep", rich_help_panel=BUDGET)] = None,
     flops: Annotated[

@@ -305,11 +305,7 @@ FIGURES = (
         layer="features.8",
         published=LAMBDAS_AFTER,
     ),
-    Figure(
-        "fit-rank",
-        "Fit against rank, second layer of the AlexNet-like network",
-        layer="features.3",
-    ),
+    Figure("fit-rank", "Fit against rank, second layer of the AlexNet-like network", layer="features.3"),
 )
 
 # --- looking things up ------------------------------------------------------------------------------------------------

@@ -22,13 +22,7 @@ from cpnorm.lab.report import (
 from cpnorm.lab.report.ablations import explanations
 from cpnorm.lab.report.claims import claims
 from cpnorm.lab.report.comparison import Comparison, compare, count_agreement
-from cpnorm.lab.report.document import (
-    Document,
-    Fold,
-    Gallery,
-    Section,
-    Text,
-)
+from cpnorm.lab.report.document import Document, Fold, Gallery, Section, Text
 from cpnorm.lab.report.records import Records, read_results
 from cpnorm.lab.report.statistics import SIGNIFICANT
 from cpnorm.lab.report.tally import NOT_MEASURED, Claim

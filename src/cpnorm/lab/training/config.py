@@ -53,8 +53,7 @@ class Config:
         "initialisation of linear layers, where it differs",
     ] = "same"
     vector_lengths: Annotated[
-        Literal["unit", "kaiming"],
-        "lengths of drawn vectors; kaiming: those of torch's Kaiming initialisation",
+        Literal["unit", "kaiming"], "lengths of drawn vectors; kaiming: those of torch's Kaiming initialisation"
     ] = "unit"
     lambdas: Annotated[Literal["decomposition", "ones", "normal"], "initialisation of the λ"] = "decomposition"
     linear_lambdas: Annotated[
