@@ -14,10 +14,10 @@ TEST_BATCH = 1000  # images
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, data: ImageSet) -> float:
-    """Return the percentage of the test images that a network classifies correctly."""
+def accuracy(model: nn.Module, data: ImageSet, images: int | None = None) -> float:
+    """Return the percentage of the test images, or the first of them, that a network classifies correctly."""
     device = next(model.parameters()).device
-    x, y = data.test_images.to(device), data.test_labels.to(device)
+    x, y = data.test_images[:images].to(device), data.test_labels[:images].to(device)
     right = torch.zeros((), dtype=torch.long, device=device)
     with _evaluating(model):
         for part in range(0, len(y), TEST_BATCH):
