@@ -146,38 +146,20 @@ def main() -> None:
     tables: dict[str, list[dict[str, Any]]] = {}
     for batch in args.batches or ((64, 128) if gpu else (128,)):
         for compile in (True, False) if gpu and not args.captured else (gpu,):
+            where = f"{('compiled, captured' if compile else 'eager') if gpu else 'CPU'}, batch {batch}"
             # The reference's hook is no graph that could be compiled: it runs as its authors run it.
-            made = {
-                name: trainer(name, batch, data, args.device, compile=compile)
-                for name in methods
-                if not (compile and name in PEERS)
-            }
-            how = ("compiled, captured" if compile else "eager") if gpu else "CPU"
+            there = [name for name in methods if not (compile and name in PEERS)]
+            made = {name: trainer(name, batch, data, args.device, compile=compile) for name in there}
             rows, seconds = compare(made, 100 if compile else 10 if gpu else 1, args)
             del made
             if gpu and not args.captured:
                 for row in rows:
                     if row["method"] in ("plain", "canonical"):
                         row["MB"] = megabytes(row["method"], batch, data, compile)
-            tables[f"{how}, batch {batch}"] = rows
-            if not {"plain", "canonical"} <= seconds.keys():
-                continue
-            where = f"{how}, batch {batch}"
-            if compile or not gpu:
-                text, bound = f"a canonical training step against a plain one, {where}", TIMES_OF_PLAIN[args.device]
-                claims.append(timing.at_most(text, timing.ratio(seconds, "canonical", "plain"), bound))
-            claims += [
-                timing.at_most(f"the same against {name}, {where}", timing.ratio(seconds, "canonical", name), 1)
-                for name in seconds
-                if name in PEERS
-            ]
-            if gpu and not args.captured:
-                memory = {row["method"]: row["MB"] for row in rows if "MB" in row}
-                claims.append(
-                    timing.at_most(
-                        f"its memory against a plain one's, {where}", memory["canonical"] / memory["plain"], 1.5
-                    )
-                )
+            tables[where] = rows
+            if {"plain", "canonical"} <= seconds.keys():
+                bound = TIMES_OF_PLAIN[args.device] if compile or not gpu else None
+                claims += claims_of(where, rows, seconds, bound)
         if gpu and args.at_once and not args.captured:
             shared = share_the_gpu(batch, data, args.at_once)
             tables[f"several runs at once, compiled, captured, batch {batch}"] = shared
@@ -189,6 +171,24 @@ def main() -> None:
     title = "Training step, AlexNet-like network at the paper's ranks"
     settings = f"{args.device}_captured" if args.captured else args.device
     timing.write("training_step", settings, title=title, claims=claims, tables=tables, left_out=left_out)
+
+
+def claims_of(
+    where: str, rows: list[dict[str, Any]], seconds: dict[str, list[float]], bound: float | None
+) -> list[dict[str, Any]]:
+    """Return what the rows of one batch size say about the claims above; without a bound, not of the time alone."""
+    found = []
+    if bound is not None:
+        ratio = timing.ratio(seconds, "canonical", "plain")
+        found.append(timing.at_most(f"a canonical training step against a plain one, {where}", ratio, bound))
+    for name in (name for name in seconds if name in PEERS):
+        ratio = timing.ratio(seconds, "canonical", name)
+        found.append(timing.at_most(f"the same against {name}, {where}", ratio, 1))
+    memory = {row["method"]: row["MB"] for row in rows if "MB" in row}
+    if memory:
+        ratio_of_memory = memory["canonical"] / memory["plain"]
+        found.append(timing.at_most(f"its memory against a plain one's, {where}", ratio_of_memory, 1.5))
+    return found
 
 
 def compare(

@@ -49,7 +49,7 @@ def build(results: str | Path, data_dir: str | Path | None = None) -> Document:
     sections = [
         holds.section(answers, count_agreement(everything), in_code, by_code),
         paper_tables.section(compared, records),
-        agreement(everything, records),
+        agreement_section(everything, records),
         claims_section(answers, in_code),
         *(section for section in optional if section),
         recipes.section(records, own),
@@ -64,7 +64,7 @@ def build(results: str | Path, data_dir: str | Path | None = None) -> Document:
 # --- what agrees ------------------------------------------------------------------------------------------------------
 
 
-def agreement(entries: Sequence[Comparison], records: Records) -> Section:
+def agreement_section(entries: Sequence[Comparison], records: Records) -> Section:
     """Return the section on which rows agree with the paper, which do not, and why, where that was tested."""
     measured = [entry for entry in entries if entry.difference]
     section = Section("agreement", "What agrees and what does not")

@@ -174,7 +174,7 @@ def authors_section(protocols: dict[str, Records]) -> list[Section]:
     grids, drawings = [], []
     for name, records in protocols.items():
         runs = {row: _curves(records, row) for row in authors_runs()}
-        found = against_authors.agreement(runs)
+        found = against_authors.compare_rows(runs)
         if not found:
             continue
         columns = [
