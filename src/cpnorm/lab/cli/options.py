@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -184,16 +185,11 @@ def parse_seconds(text: str) -> float:
     >>> parse_seconds("9m"), parse_seconds("1h30m"), parse_seconds("90")
     (540.0, 5400.0, 90.0)
     """
-    units = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
-    seconds, number = 0.0, ""
-    try:
-        for letter in text + ("s" if text[-1:] not in units else ""):
-            if letter in units:
-                seconds, number = seconds + units[letter] * float(number), ""
-            else:
-                number += letter
-    except ValueError:
-        raise typer.BadParameter(f"expected a time such as 90s, 9m or 1h30m, got {text!r}") from None
-    if not 0 < seconds < float("inf"):
+    units = {"d": 86_400, "h": 3600, "m": 60, "s": 1, "": 1}
+    parts = re.findall(r"(\d+\.?\d*|\.\d+)([dhms]?)", text)
+    if "".join(number + unit for number, unit in parts) != text:
+        raise typer.BadParameter(f"expected a time such as 90s, 9m or 1h30m, got {text!r}")
+    seconds = sum(float(number) * units[unit] for number, unit in parts)
+    if not seconds:
         raise typer.BadParameter(f"expected a time > 0, got {text!r}")
     return seconds
