@@ -186,7 +186,7 @@ def parse_seconds(text: str) -> float:
     (540.0, 5400.0, 90.0)
     """
     units = {"d": 86_400, "h": 3600, "m": 60, "s": 1, "": 1}
-    parts = re.findall(r"(\d+\.?\d*|\.\d+)([dhms]?)", text)
+    parts = re.findall(r"(\d+(?:\.\d+)?|\.\d+)([dhms]?)", text)
     if "".join(number + unit for number, unit in parts) != text:
         raise typer.BadParameter(f"expected a time such as 90s, 9m or 1h30m, got {text!r}")
     seconds = sum(float(number) * units[unit] for number, unit in parts)

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 import cpnorm
+from cpnorm.lab.training.evaluation import prepared
 from cpnorm.lab.training.trainer import Trainer
 
 EXPLORED_RATES = (0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.85, 0.9, 0.95, 0.99)
@@ -49,7 +50,7 @@ def explore(trainer: Trainer) -> dict[str, Any]:
     through_factors = copy.deepcopy(whole)
     for layer in cpnorm.canonical_layers(through_factors).values():
         layer.path = "factors"
-    image = trainer.prepare(trainer.data.test_images[:1])
+    image = prepared(trainer.data.test_images[:1], trainer.data)
     summary = cast(cpnorm.Summary, cpnorm.summary(through_factors.eval(), image))
     flops = {row.name: row.flops or 0 for row in summary.layers}
     layers = {}
