@@ -22,7 +22,7 @@ RANKS = paper_ranks("alexnet")
 
 
 def installed(builders: Mapping[str, Callable[[], nn.Module]]) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """The networks that can be built here, and for the others what is missing."""
+    """Return the networks that can be built here, and for the others what is missing."""
     built, missing = {}, {}
     for name, build in builders.items():
         try:
@@ -33,7 +33,7 @@ def installed(builders: Mapping[str, Callable[[], nn.Module]]) -> tuple[dict[str
 
 
 def tensorly_torch(model: nn.Module, ranks: Mapping[str, int], implementation: str) -> nn.Module:
-    """The network in tensorly-torch's layers, "factorized" (through the factors) or "reconstructed".
+    """Return the network in tensorly-torch's layers, "factorized" (through the factors) or "reconstructed".
 
     Its factorised linear layers form every product of an input and a term, 112 GB at batch 128: two plain maps, which
     is what they should cost, stand in for them.
@@ -60,7 +60,7 @@ def tensorly_torch(model: nn.Module, ranks: Mapping[str, int], implementation: s
 
 
 def tensorly_in_a_hook(model: nn.Module, ranks: Mapping[str, int]) -> nn.Module:
-    """The reference way: before each forward pass TensorLy normalises the factors and multiplies the weight out."""
+    """Return the network as the reference has it: TensorLy multiplies the weights out before each forward pass."""
     from tensorly import cp_normalize, cp_to_tensor, set_backend
 
     set_backend("pytorch")
@@ -82,7 +82,7 @@ def tensorly_in_a_hook(model: nn.Module, ranks: Mapping[str, int]) -> nn.Module:
 
 
 def authors_code(model: nn.Module, ranks: Mapping[str, int], checkout: Path) -> nn.Module:
-    """The network through the authors' own ``cp_norm`` (GitHub: Fraunhofer-SCAI/canonical-cnn), from a checkout of it.
+    """Return the network through the authors' own ``cp_norm``, from a checkout (GitHub: Fraunhofer-SCAI/canonical-cnn).
 
     Taken from it is one function of one file: ``cp_norm(module, rank=, inference=True)`` of ``cp_norm.py``, which keeps
     a layer's weight as random factors and rebuilds it in a hook; without ``inference`` it wants a GPU and an hour.

@@ -56,14 +56,14 @@ def measure(layer: cpnorm.CPLayer, x: torch.Tensor, training: bool, rounds: int)
 
 
 def regret(row: dict[str, Any]) -> timing.Spread:
-    """The chosen path's time over that of the better one, round by round; 1 if it is that one."""
+    """Return the chosen path's time over that of the better one, round by round; 1 if it is that one."""
     seconds = row["seconds"]
     best = min(PATHS, key=lambda path: timing.spread(seconds[path])["median"])
     return timing.ratio(seconds, row["chosen"], best)
 
 
 def best_constants(rows: list[dict[str, Any]], device: str) -> tuple[float, ...]:
-    """FLOPs per byte, FLOPs per call, price of depthwise FLOPs, least terms of a product, mean log regret."""
+    """Return FLOPs per byte and per call, the price of depthwise FLOPs, least terms of a product, mean log regret."""
     candidates = []
     bytes_, calls = (4, 8, 16, 32, 48, 60, 80, 120, 240), (0, 1e7, 2e7, 5e7, 1e8, 1e9, 3e9)
     penalties, terms = (1, 2, 4, 8, 32, 128, 400, 800, 1600), (1, 8, 16, 32, 64, 128)

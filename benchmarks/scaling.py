@@ -35,7 +35,7 @@ SHARE, WIDTH, BATCH = 1 / 4, 1.0, {"cpu": 16, "cuda": 128}  # what stays while a
 
 
 def one_pass(model: nn.Module, x: torch.Tensor) -> None:
-    """Forward and backward; gradients are written, not added to."""
+    """Run a forward and a backward pass; gradients are written, not added to."""
     model.zero_grad(set_to_none=True)
     with torch.autocast("cuda", torch.bfloat16, enabled=x.is_cuda, cache_enabled=False):
         loss = model(x).square().mean()
@@ -43,7 +43,7 @@ def one_pass(model: nn.Module, x: torch.Tensor) -> None:
 
 
 def peak_megabytes(model: nn.Module, x: torch.Tensor) -> float:
-    """Allocated at most during an eager pass, the parameters with it."""
+    """Return the most memory that is allocated during an eager pass, parameters included."""
     one_pass(model, x)  # libraries take their workspaces the first time
     model.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
@@ -55,7 +55,7 @@ def peak_megabytes(model: nn.Module, x: torch.Tensor) -> float:
 
 
 def modelled(model: nn.Module, x: torch.Tensor) -> dict[str, float]:
-    """The planner's cost of all layers by path, in FLOPs of a matrix product."""
+    """Return the planner's cost of all layers by path, in FLOPs of a matrix product."""
     totals = dict.fromkeys(PATHS, 0.0)
 
     def add(layer: Any, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -73,7 +73,7 @@ def modelled(model: nn.Module, x: torch.Tensor) -> dict[str, float]:
 
 
 def measure(share: float, batch: int, width: float, device: str, rounds: int) -> dict[str, Any]:
-    """One point of the sweep."""
+    """Return one point of the sweep."""
     x = torch.randn(batch, 3, 32, 32, device=device)
     x = x.contiguous(memory_format=torch.channels_last) if x.is_cuda else x
     runs: dict[str, Callable[[], Any]] = {}
@@ -102,7 +102,7 @@ def measure(share: float, batch: int, width: float, device: str, rounds: int) ->
 
 
 def in_milliseconds(rows: list[dict[str, Any]]) -> None:
-    """Modelled costs by one factor, that which fits the sweep best."""
+    """Scale the modelled costs by one factor, that which fits the sweep best."""
     pairs = [(row["modelled"][name], row[f"{name}, ms"]["median"]) for row in rows for name in ("rebuilt", "factors")]
     factor = math.exp(statistics.mean(math.log(measured / model) for model, measured in pairs))
     for row in rows:
@@ -110,7 +110,7 @@ def in_milliseconds(rows: list[dict[str, Any]]) -> None:
 
 
 def draw(device: str) -> None:
-    """The plots of one record, as docs/assets/scaling_<device>.png."""
+    """Draw the plots of one record, as docs/assets/scaling_<device>.png."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -60,7 +60,7 @@ def random_images(count: int) -> ImageSet:
 
 
 def trainer(method: str, batch: int, data: ImageSet, device: str, *, compile: bool = True, seed: int = 0) -> Trainer:
-    """A run of this method that is about to take its first step; others' models run through the same loop."""
+    """Return a run of this method before its first step; others' models run through the same loop."""
     torch.manual_seed(seed)
     model = PEERS[method](alexnet()) if method in PEERS else None
     settings = OURS.get(method, {"norm": "none"})
@@ -75,7 +75,7 @@ def trainer(method: str, batch: int, data: ImageSet, device: str, *, compile: bo
 
 
 def steps(made: list[Trainer], count: int) -> None:
-    """So many steps of each, taken in turns."""
+    """Take so many steps of each, in turns."""
     for t in made:
         with t.step.stream():
             t.step.begin_epoch(0)
@@ -89,7 +89,7 @@ def steps(made: list[Trainer], count: int) -> None:
 
 
 def kernels(made: Trainer, show: int) -> dict[str, Any]:
-    """How many kernels one step starts, and the microseconds they are busy."""
+    """Return how many kernels one step starts, and the microseconds they are busy."""
     rows = timing.kernels(partial(steps, [made], 1), calls=1)
     for key, calls, spent in rows[:show]:
         print(f"      {spent:8.1f} us {calls:4g} x {key[:110]}")
@@ -97,7 +97,7 @@ def kernels(made: Trainer, show: int) -> dict[str, Any]:
 
 
 def megabytes(method: str, batch: int, data: ImageSet, compile: bool) -> float:
-    """Memory that a run needs for its steps, besides the images.
+    """Return the memory that a run needs for its steps, besides the images.
 
     Eager: the most that is allocated during one. Captured: what the graph and the parameters hold on to between them,
     since a replayed graph allocates nothing.
@@ -194,7 +194,7 @@ def claims_of(
 def compare(
     made: dict[str, Trainer], count: int, args: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
-    """A row for each method, and its seconds by round."""
+    """Return a row for each method, and its seconds by round."""
     for t in made.values():
         steps([t], 20 if args.device == "cuda" else 1)
     seconds = timing.interleaved({name: partial(steps, [t], count) for name, t in made.items()}, args.rounds, warmup=0)
@@ -211,7 +211,7 @@ def compare(
 
 
 def share_the_gpu(batch: int, data: ImageSet, at_once: list[int]) -> list[dict[str, Any]]:
-    """Milliseconds per step of each run, where several take turns on one GPU."""
+    """Return the milliseconds per step of each run, where several take turns on one GPU."""
     rows = []
     for together in at_once:
         for name in ("plain", "canonical"):

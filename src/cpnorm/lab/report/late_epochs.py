@@ -58,7 +58,7 @@ def _level(runs: list[Run], first: int, last: int | None) -> Summary | None:
 
 
 def _change(runs: list[Run]) -> Difference | None:
-    """Welch's test against a zero that does not vary is Student's for one sample."""
+    """Test the rise from the first to the last window: Welch's test against a constant zero is Student's."""
     first, *_, last = WINDOWS
     change = summarize(fmean(run.curve[slice(*last)]) - fmean(run.curve[slice(*first)]) for run in runs)
     return welch(change, Summary(change.n, 0.0, 0.0, None)) if change else None
