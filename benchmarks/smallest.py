@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import cpnorm
 import timing
 from cpnorm.lab.data.images import load, normalize
-from cpnorm.lab.paper import records as rows
+from cpnorm.lab.paper import smallest as rows
 from cpnorm.lab.training.evaluation import accuracy
 from cpnorm.lab.training.records import read_records
 from cpnorm.lab.training.run_networks import blank, trained_network

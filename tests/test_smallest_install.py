@@ -8,13 +8,13 @@ from pathlib import Path
 
 import smallest_install
 from cpnorm.lab.data.images import load
-from cpnorm.lab.paper import records
+from cpnorm.lab.paper import smallest as rows
 from cpnorm.lab.training.driver import Stop, drive
 from cpnorm.lab.training.run_networks import trained_network
 from cpnorm.lab.training.runs import RunFolder
 from cpnorm.lab.training.trainer import Options, Trainer
 
-ROWS = {row.key: row for table in records.TABLES for row in table.rows}
+ROWS = {row.key: row for table in rows.TABLES for row in table.rows}
 
 
 def train(folder: Path, row: str, epochs: int) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import cpnorm
 from cpnorm.lab.data.images import load
-from cpnorm.lab.paper.records import thin_ranks
+from cpnorm.lab.paper.smallest import thin_ranks
 from cpnorm.lab.training import models
 from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.setup import build_model

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from cpnorm.lab.paper import beyond, records
+from cpnorm.lab.paper import beyond, smallest
 from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.paper.tables import Row, Table
 
@@ -78,8 +78,8 @@ def _ordered() -> dict[str, Table]:
 
 WORDS = Protocol(
     "words",
-    _ordered() | {table.key: table for table in (*beyond.TABLES, *records.TABLES)},
-    on_request=frozenset(table.key for table in (*beyond.TABLES, *records.TABLES)),
+    _ordered() | {table.key: table for table in (*beyond.TABLES, *smallest.TABLES)},
+    on_request=frozenset(table.key for table in (*beyond.TABLES, *smallest.TABLES)),
 )
 
 # --- "code" -----------------------------------------------------------------------------------------------------------
