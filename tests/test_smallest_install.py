@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
 import smallest_install
-from cpnorm.lab.data.images import load
 from cpnorm.lab.paper import smallest as rows
 from cpnorm.lab.training.driver import Stop, drive
 from cpnorm.lab.training.run_networks import trained_network
 from cpnorm.lab.training.runs import RunFolder
 from cpnorm.lab.training.trainer import Options, Trainer
+from training_runs import few_digits
 
 ROWS = {row.key: row for table in rows.TABLES for row in table.rows}
 
 
 def train(folder: Path, row: str, epochs: int) -> None:
     """Train a row for two epochs on a few embedded digits."""
-    digits = load("digits")
-    parts = {"train_images": 100, "train_labels": 100, "test_images": 50, "test_labels": 50}
-    few = dataclasses.replace(digits, name="mnist", **{part: getattr(digits, part)[:n] for part, n in parts.items()})
+    few = few_digits(100, 50, name="mnist")
     config = ROWS[row].config.replace(epochs=epochs, warmup=0, batch_size=50)
     run, stop = RunFolder(folder / row / "0"), Stop()
 
