@@ -30,7 +30,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -152,22 +151,6 @@ class Loop:
             loss_of(self.name, self.model, x, y)
 
 
-def wait(device: str) -> None:
-    """Wait until the device has done its work."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def seconds(run: Callable[[], None], device: str, calls: int, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the time of one of several calls in a row."""
-    wait(device)
-    start = clock()
-    for _ in range(calls):
-        run()
-    wait(device)
-    return (clock() - start) / calls
-
-
 def host_ms(run: Callable[[], None], calls: int = 9) -> float:
     """Return the time in which the host starts the work of one call on an idle GPU."""
     times = []
@@ -182,14 +165,7 @@ def host_ms(run: Callable[[], None], calls: int = 9) -> float:
 
 def busy(run: Callable[[], None], calls: int = 3) -> dict[str, Any]:
     """Return the time that the kernels of one call take, how many there are, and those that take longest."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        for _ in range(calls):
-            run()
-        torch.cuda.synchronize()
-    rows = [(e.key, e.count / calls, e.device_time_total / calls) for e in profiled.key_averages()]
-    rows = sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2])
+    rows = timing.kernels(run, calls)
     longest = [[key[:80], count, round(spent)] for key, count, spent in rows[:12]]
     return {"busy_ms": sum(r[2] for r in rows) / 1e3, "kernels": sum(r[1] for r in rows), "longest_us": longest}
 
@@ -198,65 +174,75 @@ def measure(
     name: str, size: int, kinds: list[str], compiled: bool, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Return a row for each variant of one network."""
-    device, calls = options.device, options.calls
-    rounds = options.rounds or ROUNDS.get(name, 5)
-    clock = time.process_time if options.processor_time else time.perf_counter
     torch.manual_seed(0)
-    plain, batch = build(name).to(device), batch_of(name, size, device)
+    plain, batch = build(name).to(options.device), batch_of(name, size, options.device)
     if options.layout == "channels_last" and batch[0].ndim == 4:
         plain = plain.to(memory_format=torch.channels_last)
         batch = batch[0].to(memory_format=torch.channels_last), batch[1]
     loops: dict[str, Loop] = {}
     rows: dict[str, dict[str, Any]] = {}
     for kind in kinds:
-        started = time.perf_counter()
-        model = variant(name, plain, kind)
-        wait(device)
         rows[kind] = {"network": name, "batch": size, "variant": kind, "compiled": compiled, "layout": options.layout}
         rows[kind]["mode"] = options.mode if compiled else "eager"
-        rows[kind]["seconds_to_convert"] = time.perf_counter() - started
-        rows[kind]["parameters"] = sum(p.numel() for p in model.parameters())
-        loops[kind] = Loop(name, model, batch, compiled, options.mode)
-        started = time.perf_counter()
-        loops[kind]()
-        wait(device)
-        rows[kind]["seconds_of_first_step"] = time.perf_counter() - started
-        for _ in range(3):
-            loops[kind]()
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            base = torch.cuda.memory_allocated()
-            loops[kind]()
-            wait(device)
-            own = sum(p.numel() * p.element_size() for p in model.parameters())
-            rows[kind]["step_memory"] = torch.cuda.max_memory_allocated() - base
-            rows[kind]["own_memory"] = 2 * own + rows[kind]["step_memory"]
-    for attribute, action in (("train", lambda loop: loop), ("evaluate", lambda loop: loop.evaluate)):
-        if attribute == "evaluate":
-            if compiled:
-                continue
-            for loop in loops.values():
-                loop.model.eval()
-                loop.evaluate()
-        times: dict[str, list[float]] = {kind: [] for kind in kinds}
-        for _ in range(rounds):
-            for kind in kinds:
-                times[kind].append(seconds(action(loops[kind]), device, calls, clock))
-        for kind in kinds:
-            median = statistics.median(times[kind])
-            rows[kind][f"{attribute}_ms"] = 1e3 * median
-            rows[kind][f"{attribute}_of_plain"] = median / statistics.median(times[kinds[0]])
-            if device == "cuda":
-                rows[kind][f"{attribute}_host_ms"] = host_ms(action(loops[kind]))
-                if options.busy:
-                    found = busy(action(loops[kind]))
-                    rows[kind] |= {f"{attribute}_{key}": value for key, value in found.items()}
+        loops[kind], found = started(name, plain, kind, batch, compiled, options.mode)
+        rows[kind] |= found
+    take_times("train", dict(loops), rows, options)
+    if not compiled:
+        for loop in loops.values():
+            loop.model.eval()
+            loop.evaluate()
+        take_times("evaluate", {kind: loop.evaluate for kind, loop in loops.items()}, rows, options)
     del loops
     gc.collect()
-    if device == "cuda":
+    if options.device == "cuda":
         torch.cuda.empty_cache()
         torch._dynamo.reset()
     return list(rows.values())
+
+
+def started(
+    name: str, plain: nn.Module, kind: str, batch: tuple[Tensor, Tensor], compiled: bool, mode: str
+) -> tuple[Loop, dict[str, Any]]:
+    """Return the training loop of a variant after its first steps, and what these took."""
+    began = time.perf_counter()
+    model = variant(name, plain, kind)
+    timing.synchronize()
+    found: dict[str, Any] = {"seconds_to_convert": time.perf_counter() - began}
+    found["parameters"] = sum(p.numel() for p in model.parameters())
+    loop = Loop(name, model, batch, compiled, mode)
+    began = time.perf_counter()
+    loop()
+    timing.synchronize()
+    found["seconds_of_first_step"] = time.perf_counter() - began
+    for _ in range(3):
+        loop()
+    if batch[0].is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+        loop()
+        timing.synchronize()
+        own = sum(p.numel() * p.element_size() for p in model.parameters())
+        found["step_memory"] = torch.cuda.max_memory_allocated() - base
+        found["own_memory"] = 2 * own + found["step_memory"]
+    return loop, found
+
+
+def take_times(
+    attribute: str, runs: dict[str, Callable[[], None]], rows: dict[str, dict[str, Any]], options: argparse.Namespace
+) -> None:
+    """Time the variants in turns, and add their times to their rows."""
+    calls, clock = options.calls, time.process_time if options.processor_time else time.perf_counter
+    turns = {kind: lambda run=run: [run() for _ in range(calls)] for kind, run in runs.items()}
+    network = next(iter(rows.values()))["network"]
+    times = timing.interleaved(turns, options.rounds or ROUNDS.get(network, 5), warmup=0, clock=clock)
+    first = statistics.median(next(iter(times.values())))
+    for kind, run in runs.items():
+        median = statistics.median(times[kind])
+        rows[kind] |= {f"{attribute}_ms": 1e3 * median / calls, f"{attribute}_of_plain": median / first}
+        if options.device == "cuda":
+            rows[kind][f"{attribute}_host_ms"] = host_ms(run)
+            if options.busy:
+                rows[kind] |= {f"{attribute}_{key}": value for key, value in busy(run).items()}
 
 
 def main() -> None:
@@ -275,15 +261,11 @@ def main() -> None:
     parser.add_argument("--processor-time", action="store_true", help="on a busy CPU, with one thread")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    commit = (
-        os.environ.get("CPNORM_COMMIT")
-        or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    )
     hardware = torch.cuda.get_device_name() if options.device == "cuda" else timing.cpu_name()
     precision = "bf16 autocast" if options.device == "cuda" else f"float32, {torch.get_num_threads()} thread(s)"
     if options.processor_time:
         precision += f", processor time on a busy machine (load {os.getloadavg()[0]:.0f})"
-    head = {"commit": commit, "torch": torch.__version__, "hardware": hardware, "precision": precision}
+    head = {"commit": timing._commit(), "torch": torch.__version__, "hardware": hardware, "precision": precision}
     gpu = options.device == "cuda"
     batches = BATCHES if gpu else BATCHES | CPU_BATCHES
     ways = options.compiled or ("both" if gpu and not options.network else "no")

@@ -103,16 +103,13 @@ def measure(size: int, batch: int, way: str, kind: str, args: argparse.Namespace
             name: timing.captured(partial(network, x), args.device if as_graph else "cpu")
             for name, network in networks.items()
         }
-        shortest = min(values[0] for values in timing.interleaved(once, 1, warmup=2).values())
-        calls = max(1, round(TURN_SECONDS[args.device] / shortest))
-        runs = {name: lambda run=run: [run() for _ in range(calls)] for name, run in once.items()}
         clock = time.process_time if args.processor_time else time.perf_counter
-        seconds = timing.interleaved(runs, args.rounds, clock=clock)
+        seconds = timing.in_turns(once, args.rounds, TURN_SECONDS[args.device], clock)
     row = {
         "images": f"{size} x {size}",
         "batch": batch,
         "ranks": kind,
-        **{f"{name}, ms": timing.milliseconds(values, calls) for name, values in seconds.items()},
+        **{f"{name}, ms": timing.milliseconds(values) for name, values in seconds.items()},
         "times as fast as dense": timing.ratio(seconds, "dense", "factorize"),
         "as dense, tuned": timing.ratio(seconds, "dense, tuned", "factorize"),
         "times fewer FLOPs": choice.total("dense").flops / choice.total("chosen").flops,

@@ -27,17 +27,9 @@ import torch
 
 import timing
 from cpnorm import cp_als, cp_exact, cp_power, estimate_rank
+from cpnorm.lab.paper.tables import ALEXNET_RANKS
 
-ALEXNET = {
-    (64, 3, 3, 3): 36,
-    (192, 64, 3, 3): 571,
-    (384, 192, 3, 3): 1626,
-    (256, 384, 3, 3): 1948,
-    (256, 256, 3, 3): 1644,
-    (1024, 4096): 1024,
-    (512, 1024): 512,
-    (10, 512): 10,
-}
+ALEXNET = {(layer.size[1], layer.size[0], *layer.size[2:]): layer.rank for layer in ALEXNET_RANKS}
 CONV = (192, 64, 3, 3)
 Found = tuple[list[dict[str, Any]], dict[str, list[dict[str, Any]]]]  # claims, tables
 

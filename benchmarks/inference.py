@@ -43,12 +43,12 @@ TURN_SECONDS = {"cpu": 0.1, "cuda": 0.04}  # kernels of a GPU take the same time
 
 
 def truncated(rate: int) -> dict[str, int]:
-    """The paper drops this share of the terms of each layer, in whole numbers."""
+    """Return the ranks that are left where every layer loses this percentage of its terms, as the paper cuts."""
     return {name: max(1, rank - rank * rate // 100) for name, rank in peers.RANKS.items()}
 
 
 def measure(batch: int, rate: int, args: argparse.Namespace, left_out: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """A row for each way to run the networks: eager, and on a GPU captured, and at 95 % compiled and captured."""
+    """Return a row for each way to run the networks: eager, on a GPU captured, and at 95 % compiled and captured."""
     ranks, dtype = truncated(rate), getattr(torch, args.dtype)
     canonical = canonical_norm(alexnet(), ranks, "kaiming_normal").to(args.device, dtype).eval()
     x = torch.randn(batch, 3, 32, 32, device=args.device, dtype=dtype)
@@ -91,15 +91,12 @@ def compare(
             name: timing.captured(partial(network, x), "cpu" if way == "eager" else args.device)
             for name, network in networks.items()
         }
-        shortest = min(values[0] for values in timing.interleaved(once, 1, warmup=2).values())
-        calls = max(1, round(TURN_SECONDS[args.device] / shortest))
-        runs = {name: lambda run=run: [run() for _ in range(calls)] for name, run in once.items()}
-        seconds = timing.interleaved(runs, args.rounds)
+        seconds = timing.in_turns(once, args.rounds, TURN_SECONDS[args.device])
     speed_up = timing.ratio(seconds, "dense", "factorize")
     fewer = choice.total("dense").flops / choice.total("chosen").flops
     row = {
         "dropped": dropped,
-        **{f"{name}, ms": timing.milliseconds(values, calls) for name, values in seconds.items()},
+        **{f"{name}, ms": timing.milliseconds(values) for name, values in seconds.items()},
         "times as fast as dense": speed_up,
         **({f"as {PEER}": timing.ratio(seconds, PEER, "factorize")} if PEER in networks else {}),
         "times fewer FLOPs": fewer,
@@ -113,7 +110,7 @@ def compare(
 
 
 def claims(batch: int, rows: list[dict[str, Any]], way: str) -> list[dict[str, Any]]:
-    """Of one batch size; of all rates the worst counts."""
+    """Return what the rows of one batch size say about the claims above; of all rates the worst counts."""
     where = f"batch {batch}" if way == "CPU" else f"{way}, batch {batch}"
 
     def worst(column: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+import timing
 from cpnorm.lab.data.images import ImageSet, load
 from cpnorm.lab.paper.protocols import find_protocol
 from cpnorm.lab.training.config import Config
@@ -103,9 +104,7 @@ def _settings(row: str, protocol: str, smoke: bool) -> tuple[Config, ImageSet]:
     if config.norm == "cp":
         config = config.replace(init="kaiming_normal", lambdas="ones", linear_init="same", linear_lambdas="same")
     if smoke:
-        return config.replace(model="lenet", width=0.25, rank=4, data="digits", batch_size=256, augment="none"), load(
-            "digits"
-        )
+        config = config.replace(model="lenet", width=0.25, rank=4, data="digits", batch_size=256, augment="none")
     return config, load(config.data)
 
 
@@ -116,8 +115,7 @@ def _train(trainers: list[Trainer], runs: list[Iterator[bool]], epochs: int) -> 
         for index in [index for index, missing in left.items() if missing]:
             with trainers[index].step.stream():
                 left[index] -= bool(next(runs[index]))
-    if trainers[0].device.type == "cuda":
-        torch.cuda.synchronize()
+    timing.synchronize()
 
 
 def _one_step(trainer: Trainer) -> dict[str, Any]:
@@ -136,15 +134,10 @@ def _one_step(trainer: Trainer) -> dict[str, Any]:
         alone = 1000 * (time.perf_counter() - started) / count
     found = {"host_ms": round(host, 4), "alone_ms": round(alone, 4)}
     try:
-        from torch.profiler import ProfilerActivity, profile
-
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler, trainer.step.stream():
-            for _ in range(4):
-                trainer.step(0)
-            torch.cuda.synchronize()
-        kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        busy = sum(event.time_range.elapsed_us() for event in kernels) / 4000
-        found |= {"kernels": len(kernels) / 4, "kernel_ms": round(busy, 4)}
+        with trainer.step.stream():
+            kernels = timing.kernels(lambda: trainer.step(0), calls=4)
+        busy = sum(microseconds for _, _, microseconds in kernels) / 1000
+        found |= {"kernels": sum(count for _, count, _ in kernels), "kernel_ms": round(busy, 4)}
     except Exception as error:  # a profiler is not always allowed
         found["profiler"] = f"{type(error).__name__}: {error}"[:200]
     with trainer.step.stream():

@@ -13,22 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-RANKS = {
-    "features.0": 36,
-    "features.3": 571,
-    "features.6": 1626,
-    "features.8": 1948,
-    "features.10": 1644,
-    "classifier.1": 1024,
-    "classifier.4": 512,
-    "classifier.6": 10,
-}
+from cpnorm.lab.paper.tables import paper_ranks
+from small_layers import replaced
+
+RANKS = paper_ranks("alexnet")
 
 
 def installed(builders: Mapping[str, Callable[[], nn.Module]]) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """The networks that can be built here, and for the others what is missing."""
+    """Return the networks that can be built here, and for the others what is missing."""
     built, missing = {}, {}
     for name, build in builders.items():
         try:
@@ -39,7 +33,7 @@ def installed(builders: Mapping[str, Callable[[], nn.Module]]) -> tuple[dict[str
 
 
 def tensorly_torch(model: nn.Module, ranks: Mapping[str, int], implementation: str) -> nn.Module:
-    """The network in tensorly-torch's layers, "factorized" (through the factors) or "reconstructed".
+    """Return the network in tensorly-torch's layers, "factorized" (through the factors) or "reconstructed".
 
     Its factorised linear layers form every product of an input and a term, 112 GB at batch 128: two plain maps, which
     is what they should cost, stand in for them.
@@ -62,11 +56,11 @@ def tensorly_torch(model: nn.Module, ranks: Mapping[str, int], implementation: s
         made.weight.normal_(0, 0.02)
         return made
 
-    return _replaced(model, {name: peer(model.get_submodule(name), rank) for name, rank in ranks.items()})
+    return replaced(model, {name: peer(model.get_submodule(name), rank) for name, rank in ranks.items()})
 
 
 def tensorly_in_a_hook(model: nn.Module, ranks: Mapping[str, int]) -> nn.Module:
-    """The reference way: before each forward pass TensorLy normalises the factors and multiplies the weight out."""
+    """Return the network as the reference has it: TensorLy multiplies the weights out before each forward pass."""
     from tensorly import cp_normalize, cp_to_tensor, set_backend
 
     set_backend("pytorch")
@@ -88,7 +82,7 @@ def tensorly_in_a_hook(model: nn.Module, ranks: Mapping[str, int]) -> nn.Module:
 
 
 def authors_code(model: nn.Module, ranks: Mapping[str, int], checkout: Path) -> nn.Module:
-    """The network through the authors' own ``cp_norm`` (GitHub: Fraunhofer-SCAI/canonical-cnn), from a checkout of it.
+    """Return the network through the authors' own ``cp_norm``, from a checkout (GitHub: Fraunhofer-SCAI/canonical-cnn).
 
     Taken from it is one function of one file: ``cp_norm(module, rank=, inference=True)`` of ``cp_norm.py``, which keeps
     a layer's weight as random factors and rebuilds it in a hook; without ``inference`` it wants a GPU and an hour.
@@ -107,12 +101,3 @@ def authors_code(model: nn.Module, ranks: Mapping[str, int], checkout: Path) -> 
     for name, rank in ranks.items():
         module.cp_norm(twin.get_submodule(name), rank=rank, inference=True)
     return twin
-
-
-def _replaced(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
-    twin = copy.deepcopy(model)
-    for name, layer in layers.items():
-        parent, _, child = name.rpartition(".")
-        twin.get_submodule(parent).register_module(child, layer)
-    weight: Tensor = next(model.parameters())
-    return twin.to(weight.device, weight.dtype)

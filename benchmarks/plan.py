@@ -52,21 +52,18 @@ def measure(layer: cpnorm.CPLayer, x: torch.Tensor, training: bool, rounds: int)
 
     device = "cuda" if x.is_cuda else "cpu"
     runs = {path: timing.captured(partial(run, path), device) for path in PATHS}
-    once = timing.interleaved(runs, 1)
-    calls = max(1, round(LEAST_SECONDS / min(once[path][0] for path in PATHS)))  # short ones take several calls
-    turns = {path: lambda one=runs[path]: [one() for _ in range(calls)] for path in PATHS}
-    return {path: [value / calls for value in values] for path, values in timing.interleaved(turns, rounds, 0).items()}
+    return timing.in_turns(runs, rounds, LEAST_SECONDS)
 
 
 def regret(row: dict[str, Any]) -> timing.Spread:
-    """The chosen path's time over that of the better one, round by round; 1 if it is that one."""
+    """Return the chosen path's time over that of the better one, round by round; 1 if it is that one."""
     seconds = row["seconds"]
     best = min(PATHS, key=lambda path: timing.spread(seconds[path])["median"])
     return timing.ratio(seconds, row["chosen"], best)
 
 
 def best_constants(rows: list[dict[str, Any]], device: str) -> tuple[float, ...]:
-    """FLOPs per byte, FLOPs per call, price of depthwise FLOPs, least terms of a product, mean log regret."""
+    """Return FLOPs per byte and per call, the price of depthwise FLOPs, least terms of a product, mean log regret."""
     candidates = []
     bytes_, calls = (4, 8, 16, 32, 48, 60, 80, 120, 240), (0, 1e7, 2e7, 5e7, 1e8, 1e9, 3e9)
     penalties, terms = (1, 2, 4, 8, 32, 128, 400, 800, 1600), (1, 8, 16, 32, 64, 128)
@@ -106,8 +103,9 @@ def main() -> None:
                   f"-> {chosen:8} regret {regret(rows[-1])['median']:.2f}", flush=True)  # fmt: skip
     regrets = [regret(row) for row in rows]
     within = sum(r["median"] <= 1.1 for r in regrets) / len(regrets)
+    worst = max(regrets, key=lambda regret: regret["median"])
     claims = [
-        timing.at_most("the planner's choice against the best path, worst case", max(regrets, key=_median), 1.1),
+        timing.at_most("the planner's choice against the best path, worst case", worst, 1.1),
         timing.at_least("cases within 10 % of the best path", 100 * within, 100, "%"),
     ]
     table = [
@@ -123,8 +121,8 @@ def main() -> None:
         for row in rows
     ]
     title = "The planner, layer by layer"
-    worst = sorted(table, key=lambda row: -row["times the best"]["median"])
-    tables = {"the ten cases farthest from the best": worst[:10]}
+    farthest = sorted(table, key=lambda row: -row["times the best"]["median"])
+    tables = {"the ten cases farthest from the best": farthest[:10]}
     timing.write("plan", args.device, title=title, claims=claims, tables=tables)
     if args.fit:
         per_byte, per_call, penalty, least, mean = best_constants(rows, args.device)
@@ -132,10 +130,6 @@ def main() -> None:
             f"best constants: {per_byte:g} FLOPs per byte, {per_call:g} per call, {penalty:g} for depthwise, "
             f"{least:g} terms at least; mean log regret {mean:.3f}"
         )
-
-
-def _median(spread: timing.Spread) -> float:
-    return spread["median"]
 
 
 def _rest(plain: nn.Module) -> tuple[Any, ...]:

@@ -30,7 +30,7 @@ def torch_compile(model: nn.Module, _: Tensor, path: Path) -> Made:
 
 
 def torchao_linear(model: nn.Module, _: Tensor, path: Path) -> Made:
-    """Int8 weights of linear layers; torchao has no such convolutions."""
+    """Store the weights of linear layers in int8; torchao has no such convolutions."""
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 
     quantized = copy.deepcopy(model)
@@ -40,7 +40,7 @@ def torchao_linear(model: nn.Module, _: Tensor, path: Path) -> Made:
 
 
 def torchao_static(model: nn.Module, calibration: Tensor, path: Path) -> Made:
-    """Int8 convolutions and linear layers by torchao's quantiser for x86, which torch.compile turns into kernels."""
+    """Quantise convolutions and linear layers to int8 for x86 by torchao; torch.compile makes kernels of them."""
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
 

@@ -34,6 +34,10 @@ from torch import Tensor, nn
 
 import cpnorm
 import timing
+from cpnorm.lab.data import pretrained
+from cpnorm.lab.data.images import ImageSet, load
+from cpnorm.lab.training.evaluation import calibration_batches, prepared
+from cpnorm.lab.training.networks import load_pretrained
 from runtime_backends import LARGEST_BATCH, RUNTIMES, Run
 
 SHARES = (0.5, 0.33)
@@ -49,39 +53,26 @@ BEGIN, END = "<!-- made by benchmarks/runtimes.py -->", "<!-- end of what it mad
 # --- networks and images ------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Bench:
-    """The networks, the images and the folder of one command."""
+def images_of(network: str, data_dir: Path | None) -> tuple[ImageSet, Tensor]:
+    """Return the data set, normalised as the network was trained, and images to calibrate int8 with."""
+    about, data = pretrained.NETWORKS[NETWORKS[network]], load("cifar10", data_dir)
+    data = dataclasses.replace(data, mean=about.mean, std=about.std)
+    return data, prepared(data.train_images[:INT8_CALIBRATION], data)
 
-    work: Path
-    data_dir: Path | None
 
-    def images(self, network: str) -> tuple[Any, Tensor]:
-        """Return the data set, normalised as the network was trained, and images to calibrate int8 with."""
-        from cpnorm.lab.data import pretrained
-        from cpnorm.lab.data.images import load
-        from cpnorm.lab.training.evaluation import prepared
-
-        about, data = pretrained.NETWORKS[NETWORKS[network]], load("cifar10", self.data_dir)
-        data = dataclasses.replace(data, mean=about.mean, std=about.std)
-        return data, prepared(data.train_images[:INT8_CALIBRATION], data)
-
-    def models(self, network: str, data: Any) -> dict[str, nn.Module]:
-        """Return the dense network and those cut from it, which are kept."""
-        from cpnorm.lab.training.evaluation import calibration_batches
-        from cpnorm.lab.training.networks import load_pretrained
-
-        dense = load_pretrained(NETWORKS[network], self.data_dir).eval()
-        found: dict[str, nn.Module] = {"dense": dense}
-        for share in SHARES:
-            file = self.work / f"{network}-{share}.pt"
-            if not file.exists():
-                batches = calibration_batches(data, CALIBRATION, mode="crop-flip")
-                small = cpnorm.shrink(dense, batches, parameters=share, samples=CALIBRATION)
-                print(small.report, flush=True)
-                torch.save(small.model, file)
-            found[f"{100 * share:g} %"] = torch.load(file, weights_only=False).eval()
-        return found
+def models_of(network: str, data: ImageSet, work: Path, data_dir: Path | None) -> dict[str, nn.Module]:
+    """Return the dense network and those cut from it, which are kept in the folder ``work``."""
+    dense = load_pretrained(NETWORKS[network], data_dir).eval()
+    found: dict[str, nn.Module] = {"dense": dense}
+    for share in SHARES:
+        file = work / f"{network}-{share}.pt"
+        if not file.exists():
+            batches = calibration_batches(data, CALIBRATION, mode="crop-flip")
+            small = cpnorm.shrink(dense, batches, parameters=share, samples=CALIBRATION)
+            print(small.report, flush=True)
+            torch.save(small.model, file)
+        found[f"{100 * share:g} %"] = torch.load(file, weights_only=False).eval()
+    return found
 
 
 # --- measuring ----------------------------------------------------------------------------------------------------
@@ -89,11 +80,9 @@ class Bench:
 
 @torch.no_grad()
 def measure(
-    network: str, key: str, models: Mapping[str, nn.Module], images: tuple[Any, Tensor], args: Any
+    network: str, key: str, models: Mapping[str, nn.Module], images: tuple[ImageSet, Tensor], args: Any
 ) -> list[Any]:
     """Return a row for each network in one runtime."""
-    from cpnorm.lab.training.evaluation import prepared
-
     data, calibration = images
     x, labels = prepared(data.test_images[: args.images], data), data.test_labels[: args.images]
     runs, rows = {}, []
@@ -109,13 +98,10 @@ def measure(
         print(key, rows[-1], flush=True)
     for batch in BATCHES:
         once = {name: lambda run=run, batch=batch: run(x[:batch]) for name, run in runs.items()}
-        shortest = min(values[0] for values in timing.interleaved(once, 1, warmup=2).values())
-        calls = max(1, round(TURN_SECONDS / shortest))
-        turns = {name: lambda run=run, calls=calls: [run() for _ in range(calls)] for name, run in once.items()}
-        seconds = timing.interleaved(turns, args.rounds)
+        seconds = timing.in_turns(once, args.rounds, TURN_SECONDS)
         for row in rows:
             name = row["parameters left"]
-            row[f"batch {batch}, ms an image"] = timing.milliseconds(seconds[name], calls * batch)
+            row[f"batch {batch}, ms an image"] = timing.milliseconds(seconds[name], batch)
             row[f"batch {batch}, times as fast"] = timing.ratio(seconds, "dense", name)
     return rows
 
@@ -249,13 +235,13 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     args.work.mkdir(parents=True, exist_ok=True)
-    bench, done = Bench(args.work, args.data_dir), {(y["network"], y["runtime"]) for y in read_lines(args.work)}
+    done = {(line["network"], line["runtime"]) for line in read_lines(args.work)}
     for network in args.networks:
         wanted = [key for key in args.runtimes if (network, key) not in done]
         if not wanted:
             continue
-        images = bench.images(network)
-        models = bench.models(network, images[0])
+        images = images_of(network, args.data_dir)
+        models = models_of(network, images[0], args.work, args.data_dir)
         for key in wanted:
             started, rows, error = time.perf_counter(), [], ""
             try:

@@ -34,30 +34,8 @@ BATCHES = {"cpu": (4, 16, 64), "cuda": (16, 64, 256, 1024)}
 SHARE, WIDTH, BATCH = 1 / 4, 1.0, {"cpu": 16, "cuda": 128}  # what stays while another one changes
 
 
-def network(width: float) -> nn.Module:
-    """The AlexNet-like network with so many times the channels and features."""
-    model = alexnet()
-    if width == 1:
-        return model
-
-    def scaled(size: int) -> int:
-        return size if size in (3, 10) else max(1, round(size * width))
-
-    for name, layer in list(model.named_modules()):
-        parent, _, child = name.rpartition(".")
-        if isinstance(layer, nn.Conv2d):
-            channels = scaled(layer.in_channels), scaled(layer.out_channels)
-            new: nn.Module = nn.Conv2d(*channels, 3, padding=layer.padding)
-        elif isinstance(layer, nn.Linear):
-            new = nn.Linear(scaled(layer.in_features), scaled(layer.out_features))
-        else:
-            continue
-        model.get_submodule(parent).register_module(child, new)
-    return model
-
-
 def one_pass(model: nn.Module, x: torch.Tensor) -> None:
-    """Forward and backward; gradients are written, not added to."""
+    """Run a forward and a backward pass; gradients are written, not added to."""
     model.zero_grad(set_to_none=True)
     with torch.autocast("cuda", torch.bfloat16, enabled=x.is_cuda, cache_enabled=False):
         loss = model(x).square().mean()
@@ -65,7 +43,7 @@ def one_pass(model: nn.Module, x: torch.Tensor) -> None:
 
 
 def peak_megabytes(model: nn.Module, x: torch.Tensor) -> float:
-    """Allocated at most during an eager pass, the parameters with it."""
+    """Return the most memory that is allocated during an eager pass, parameters included."""
     one_pass(model, x)  # libraries take their workspaces the first time
     model.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
@@ -77,7 +55,7 @@ def peak_megabytes(model: nn.Module, x: torch.Tensor) -> float:
 
 
 def modelled(model: nn.Module, x: torch.Tensor) -> dict[str, float]:
-    """The planner's cost of all layers by path, in FLOPs of a matrix product."""
+    """Return the planner's cost of all layers by path, in FLOPs of a matrix product."""
     totals = dict.fromkeys(PATHS, 0.0)
 
     def add(layer: Any, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -95,14 +73,14 @@ def modelled(model: nn.Module, x: torch.Tensor) -> dict[str, float]:
 
 
 def measure(share: float, batch: int, width: float, device: str, rounds: int) -> dict[str, Any]:
-    """One point of the sweep."""
+    """Return one point of the sweep."""
     x = torch.randn(batch, 3, 32, 32, device=device)
     x = x.contiguous(memory_format=torch.channels_last) if x.is_cuda else x
     runs: dict[str, Callable[[], Any]] = {}
     costs: dict[str, float] = {}
     memory: dict[str, float] = {}
     for name in ("plain", *PATHS):
-        model = network(width).to(device)
+        model = alexnet(width=width).to(device)
         model = model if name == "plain" else canonical_norm(model, share, "kaiming_normal")
         for layer in canonical_layers(model).values():
             layer.path = PATHS[name]
@@ -124,7 +102,7 @@ def measure(share: float, batch: int, width: float, device: str, rounds: int) ->
 
 
 def in_milliseconds(rows: list[dict[str, Any]]) -> None:
-    """Modelled costs by one factor, that which fits the sweep best."""
+    """Scale the modelled costs by one factor, that which fits the sweep best."""
     pairs = [(row["modelled"][name], row[f"{name}, ms"]["median"]) for row in rows for name in ("rebuilt", "factors")]
     factor = math.exp(statistics.mean(math.log(measured / model) for model, measured in pairs))
     for row in rows:
@@ -132,7 +110,7 @@ def in_milliseconds(rows: list[dict[str, Any]]) -> None:
 
 
 def draw(device: str) -> None:
-    """The plots of one record, as docs/assets/scaling_<device>.png."""
+    """Draw the plots of one record, as docs/assets/scaling_<device>.png."""
     import matplotlib
 
     matplotlib.use("Agg")

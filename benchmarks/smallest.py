@@ -13,7 +13,9 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import cpnorm
+import timing
 from cpnorm.lab.data.images import load, normalize
-from cpnorm.lab.paper import records as rows
+from cpnorm.lab.paper import smallest as rows
+from cpnorm.lab.training.evaluation import accuracy
 from cpnorm.lab.training.records import read_records
 from cpnorm.lab.training.run_networks import blank, trained_network
 from cpnorm.lab.training.runs import RunFolder, environment
@@ -62,21 +66,20 @@ OTHERS: tuple[tuple[str, str, int, float, str], ...] = (
 
 def read(folder: Path = RESULTS) -> dict[str, list[Record]]:
     """Return the finished runs of each row, without the trials."""
-    found: dict[str, list[Record]] = defaultdict(list)
-    for path in sorted(folder.glob("records-*.jsonl")):
-        for _, record in read_records(path):
-            if record["table"] != "records-pilot" and not record["diverged"]:
-                found[record["row"]].append(record)
-    return dict(found)
+    return finished(path for path in sorted(folder.glob("records-*.jsonl")) if path.stem != "records-pilot")
 
 
 def earlier() -> dict[str, list[Record]]:
     """Return the finished runs of the paper's networks with low rank from the start, and of their controls."""
+    return finished(ROOT / "results" / name for name in ("beyond-cifar10.jsonl", "beyond-mnist.jsonl"))
+
+
+def finished(paths: Iterable[Path]) -> dict[str, list[Record]]:
+    """Return the runs in these files that did not diverge, by row."""
     found: dict[str, list[Record]] = defaultdict(list)
-    for name in ("beyond-cifar10.jsonl", "beyond-mnist.jsonl"):
-        for _, record in read_records(ROOT / "results" / name):
-            if not record["diverged"]:
-                found[record["row"]].append(record)
+    for _, record in chain.from_iterable(map(read_records, paths)):
+        if not record["diverged"]:
+            found[record["row"]].append(record)
     return dict(found)
 
 
@@ -88,7 +91,7 @@ def earlier_table() -> str:
         config = runs[0]["config"]
         form = "canonical" if config["norm"] == "cp" else "dense"
         size = f"{runs[0]['parameters']:,}"
-        lines.append(f"| {config['data']} | {config['model']}, {form} | {size} | {accuracy(runs)} | `{row}` |")
+        lines.append(f"| {config['data']} | {config['model']}, {form} | {size} | {spread(runs)} | `{row}` |")
     return "\n".join(lines)
 
 
@@ -101,11 +104,11 @@ def folder_name(row: str) -> str:
     return row.removeprefix("records-").replace("/", "-")
 
 
-def accuracy(runs: Sequence[Record]) -> str:
+def spread(runs: Sequence[Record]) -> str:
     """Return mean and sample standard deviation of the last epochs, and the number of runs."""
     values = [run["test_accuracy_last"] for run in runs]
-    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.2f}{spread} ({len(values)})"
+    deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.2f}{deviation} ({len(values)})"
 
 
 def mean(runs: Sequence[Record]) -> float:
@@ -133,13 +136,14 @@ def measure(folder: Path = RESULTS, data_dir: Path | None = None) -> dict[str, A
         if trained:
             data = load(config.data, data_dir)
             cost["file_bytes"] = (run / "model.safetensors").stat().st_size
-            cost["test_accuracy"] = score(network, normalize(data.test_images, data.mean, data.std), data.test_labels)
+            cost["test_accuracy"] = round(accuracy(network, data), 2)
         found[folder_name(key)] = cost
         print(key, cost, flush=True)
     load_average = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {"environment": environment(), "load_average": load_average, "networks": found}
 
 
+@torch.no_grad()
 def costs(network: nn.Module, example: Tensor) -> dict[str, Any]:  # example: (1, C, H, W)
     """Return what one image takes, with weights rebuilt as dense ones and with the terms one after the other."""
     found: dict[str, Any] = {"parameters": sum(p.numel() for p in network.parameters())}
@@ -148,33 +152,13 @@ def costs(network: nn.Module, example: Tensor) -> dict[str, Any]:  # example: (1
         forms["dense"] = cpnorm.fold(copy.deepcopy(network))
         forms["factorised"] = cpnorm.factorize(copy.deepcopy(network), example, goal="parameters")
     for name, form in forms.items():
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
+        with FlopCounterMode(display=False) as counter:
             form(example)
         found[f"flops_{name}"] = counter.get_total_flops()
-        found[f"ms_{name}"] = round(1000 * seconds(lambda form=form: form(example)), 3)  # type: ignore[misc]
+        # Processor time, which other processes change less than the time on the clock.
+        taken = timing.interleaved({name: partial(form, example)}, rounds=30, warmup=5, clock=time.process_time)
+        found[f"ms_{name}"] = round(timing.milliseconds(taken[name])["median"], 3)
     return found
-
-
-@torch.no_grad()
-def seconds(run: Callable[[], Any], rounds: int = 30) -> float:
-    """Return the median processor time of a call, which other processes change less than the time on the clock."""
-    for _ in range(5):
-        run()
-    times = []
-    for _ in range(rounds):
-        start = time.process_time()
-        run()
-        times.append(time.process_time() - start)
-    return statistics.median(times)
-
-
-@torch.no_grad()
-def score(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the share of right answers in percent."""
-    right = sum(
-        (network(x).argmax(1) == y).sum().item() for x, y in zip(images.split(500), labels.split(500), strict=True)
-    )
-    return round(100 * right / len(labels), 2)
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -194,9 +178,9 @@ def goal_table(runs: Mapping[str, Sequence[Record]], measured: Mapping[str, Any]
         if here:
             met = mean(here) >= goal.accuracy and here[0]["parameters"] <= goal.parameters
             verdict = "too few runs" if len(here) < RUNS else "**met**" if met else "not met"
-            reached, count = f"{accuracy(here)}: {verdict}", f"{here[0]['parameters']:,}"
+            reached, count = f"{spread(here)}: {verdict}", f"{here[0]['parameters']:,}"
         narrow = measured.get("networks", {}).get(folder_name(goal.control), {})
-        dense = f"{accuracy(control)} at {control[0]['parameters']:,}" if control else "no finished run"
+        dense = f"{spread(control)} at {control[0]['parameters']:,}" if control else "no finished run"
         if narrow:
             dense += f"; {narrow['flops_dense'] / 1e6:.1f} MFLOP, {narrow['ms_dense']:.2f} ms"
         flops = " / ".join(f"{cost[k] / 1e6:.1f}" for k in ("flops_factorised", "flops_dense") if k in cost) or "–"
@@ -219,8 +203,8 @@ def stopped_table(runs: Mapping[str, Sequence[Record]], folder: Path = RESULTS) 
     for row, stopped in found.items():
         first = stopped[0]
         epoch, canonical = first["epochs"], runs.get(row.partition("-dense")[0], []) if "-dense" in row else []
-        beside = accuracy(at_epoch(canonical, epoch)) if canonical else "–"
-        here = f"{epoch} of {first['config']['epochs']} | {accuracy(at_epoch(stopped, epoch))}"
+        beside = spread(at_epoch(canonical, epoch)) if canonical else "–"
+        here = f"{epoch} of {first['config']['epochs']} | {spread(at_epoch(stopped, epoch))}"
         lines.append(f"| `{row}` | {first['parameters']:,} | {here} | {beside} |")
     return "\n".join(lines)
 

@@ -30,7 +30,7 @@ print(time.perf_counter() - start)
 
 
 def run(*arguments: str, cache: str) -> str:
-    """What a fresh Python prints; its bytecode comes from the cache."""
+    """Return what a fresh Python prints; its bytecode comes from the cache."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPYCACHEPREFIX"] = cache
     command = [sys.executable, "-W", "ignore", *arguments]

@@ -26,7 +26,7 @@ Row = Mapping[str, Any]  # column -> text, number, truth or spread
 
 
 def parser(claim: str, rounds: int) -> argparse.ArgumentParser:
-    """The options that every benchmark has; its docstring is the help."""
+    """Return a parser of the options that every benchmark has; its docstring is the help."""
     made = argparse.ArgumentParser(description=claim, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     made.add_argument("--rounds", type=int, default=rounds, help="turns of each competitor")
@@ -35,7 +35,7 @@ def parser(claim: str, rounds: int) -> argparse.ArgumentParser:
 
 
 def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options as given, with the threads set and the random numbers seeded."""
+    """Return the options as given, with the threads set and the random numbers seeded."""
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def interleaved(
     warmup: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of every run in every round; each round runs all of them, in turn from either end.
+    """Return the seconds of every run in every round; each round runs all of them, in turn from either end.
 
     Competitors that take turns are slowed alike by a busy machine: their ratios are worth more than their times.
     """
@@ -62,16 +62,42 @@ def interleaved(
     for turn in range(rounds):
         names = list(runs) if turn % 2 == 0 else list(reversed(runs))
         for name in names:
-            _synchronize()
+            synchronize()
             start = clock()
             runs[name]()
-            _synchronize()
+            synchronize()
             seconds[name].append(clock() - start)
     return seconds
 
 
+def in_turns(
+    runs: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    turn_seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Return the seconds of one call of every run; in a turn the fastest makes calls for ``turn_seconds``."""
+    shortest = min(values[0] for values in interleaved(runs, 1, warmup=2).values())
+    calls = max(1, round(turn_seconds / shortest))
+    turns = {name: lambda run=run: [run() for _ in range(calls)] for name, run in runs.items()}
+    taken = interleaved(turns, rounds, clock=clock)
+    return {name: [value / calls for value in values] for name, values in taken.items()}
+
+
+def kernels(run: Callable[[], Any], calls: int) -> list[tuple[str, float, float]]:
+    """Return name, number and microseconds of the GPU kernels of one call, the costliest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(calls):
+            run()
+        synchronize()
+    rows = [(e.key, e.count / calls, e.device_time_total / calls) for e in profiled.key_averages()]
+    return sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2])
+
+
 def captured(run: Callable[[], Any], device: str) -> Callable[[], Any]:
-    """On a GPU the run as a graph, so that kernels are timed and not their launches; elsewhere as it is."""
+    """Return the run, on a GPU as a CUDA graph, so that kernels are timed and not their launches."""
     if device == "cpu":
         return run
     stream = torch.cuda.Stream()
@@ -91,18 +117,18 @@ def captured(run: Callable[[], Any], device: str) -> Callable[[], Any]:
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Median, smallest and largest."""
+    """Return the median, the smallest and the largest value."""
     values = list(values)
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def ratio(seconds: Mapping[str, list[float]], name: str, base: str) -> Spread:
-    """How often ``base`` fits into ``name``, round by round: above 1 where ``name`` is slower."""
+    """Return the time of ``name`` over that of ``base``, round by round: above 1 where ``name`` is slower."""
     return spread(one / other for one, other in zip(seconds[name], seconds[base], strict=True))
 
 
 def milliseconds(values: Iterable[float], calls: int = 1) -> Spread:
-    """Of one call, where each value is the seconds of several."""
+    """Return the milliseconds of one call, where each value is the seconds of several."""
     return spread(1e3 * value / calls for value in values)
 
 
@@ -110,12 +136,12 @@ def milliseconds(values: Iterable[float], calls: int = 1) -> Spread:
 
 
 def at_most(text: str, measured: Spread | float, bound: float, unit: str = "×") -> dict[str, Any]:
-    """A claim that the median keeps below a bound."""
+    """Return a claim that the median keeps below a bound."""
     return _claim(text, measured, f"≤ {bound:g}{_after_number(unit)}", unit, lambda median: median <= bound)
 
 
 def at_least(text: str, measured: Spread | float, bound: float, unit: str = "×") -> dict[str, Any]:
-    """A claim that the median reaches a bound."""
+    """Return a claim that the median reaches a bound."""
     return _claim(text, measured, f"≥ {bound:g}{_after_number(unit)}", unit, lambda median: median >= bound)
 
 
@@ -143,7 +169,7 @@ def write(
     left_out: Mapping[str, str] | None = None,
     plots: Mapping[str, str] | None = None,
 ) -> Path:
-    """Stores and prints what was found, as ``benchmarks/results/<script>_<device>.json``.
+    """Store and print what was found, as ``benchmarks/results/<script>_<device>.json``.
 
     Tables are rows of the same columns under a caption; ``left_out`` says why a peer did not take part; ``plots`` are
     captions by file name under docs/assets.
@@ -173,7 +199,7 @@ def write(
 
 
 def machine() -> dict[str, Any]:
-    """Hardware and versions, to be stored with every result."""
+    """Return hardware and versions, to be stored with every result."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cpnorm": cpnorm.__version__}
     for package in ("numpy", "tensorly", "tensorly-torch"):
         try:
@@ -194,7 +220,7 @@ def machine() -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Four digits say all that a timing knows."""
+    """Round all numbers to four digits, which say all that a timing knows."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, Mapping):
@@ -204,7 +230,8 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
+    """Wait until a GPU has done its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import cpnorm
 import peers
@@ -61,7 +60,7 @@ def random_images(count: int) -> ImageSet:
 
 
 def trainer(method: str, batch: int, data: ImageSet, device: str, *, compile: bool = True, seed: int = 0) -> Trainer:
-    """A run of this method that is about to take its first step; others' models run through the same loop."""
+    """Return a run of this method before its first step; others' models run through the same loop."""
     torch.manual_seed(seed)
     model = PEERS[method](alexnet()) if method in PEERS else None
     settings = OURS.get(method, {"norm": "none"})
@@ -76,7 +75,7 @@ def trainer(method: str, batch: int, data: ImageSet, device: str, *, compile: bo
 
 
 def steps(made: list[Trainer], count: int) -> None:
-    """So many steps of each, taken in turns."""
+    """Take so many steps of each, in turns."""
     for t in made:
         with t.step.stream():
             t.step.begin_epoch(0)
@@ -90,18 +89,15 @@ def steps(made: list[Trainer], count: int) -> None:
 
 
 def kernels(made: Trainer, show: int) -> dict[str, Any]:
-    """How many kernels one step starts, and the microseconds they are busy."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        steps([made], 1)
-        torch.cuda.synchronize()
-    rows = [(e.key, e.count, e.device_time_total) for e in profiled.key_averages() if e.device_time_total > 0]
-    for key, calls, spent in sorted(rows, key=lambda row: -row[2])[:show]:
-        print(f"      {spent:8.1f} us {calls:4d} x {key[:110]}")
+    """Return how many kernels one step starts, and the microseconds they are busy."""
+    rows = timing.kernels(partial(steps, [made], 1), calls=1)
+    for key, calls, spent in rows[:show]:
+        print(f"      {spent:8.1f} us {calls:4g} x {key[:110]}")
     return {"kernels": sum(r[1] for r in rows), "busy µs": sum(r[2] for r in rows)}
 
 
 def megabytes(method: str, batch: int, data: ImageSet, compile: bool) -> float:
-    """Memory that a run needs for its steps, besides the images.
+    """Return the memory that a run needs for its steps, besides the images.
 
     Eager: the most that is allocated during one. Captured: what the graph and the parameters hold on to between them,
     since a replayed graph allocates nothing.
@@ -150,38 +146,20 @@ def main() -> None:
     tables: dict[str, list[dict[str, Any]]] = {}
     for batch in args.batches or ((64, 128) if gpu else (128,)):
         for compile in (True, False) if gpu and not args.captured else (gpu,):
+            where = f"{('compiled, captured' if compile else 'eager') if gpu else 'CPU'}, batch {batch}"
             # The reference's hook is no graph that could be compiled: it runs as its authors run it.
-            made = {
-                name: trainer(name, batch, data, args.device, compile=compile)
-                for name in methods
-                if not (compile and name in PEERS)
-            }
-            how = ("compiled, captured" if compile else "eager") if gpu else "CPU"
+            there = [name for name in methods if not (compile and name in PEERS)]
+            made = {name: trainer(name, batch, data, args.device, compile=compile) for name in there}
             rows, seconds = compare(made, 100 if compile else 10 if gpu else 1, args)
             del made
             if gpu and not args.captured:
                 for row in rows:
                     if row["method"] in ("plain", "canonical"):
                         row["MB"] = megabytes(row["method"], batch, data, compile)
-            tables[f"{how}, batch {batch}"] = rows
-            if not {"plain", "canonical"} <= seconds.keys():
-                continue
-            where = f"{how}, batch {batch}"
-            if compile or not gpu:
-                text, bound = f"a canonical training step against a plain one, {where}", TIMES_OF_PLAIN[args.device]
-                claims.append(timing.at_most(text, timing.ratio(seconds, "canonical", "plain"), bound))
-            claims += [
-                timing.at_most(f"the same against {name}, {where}", timing.ratio(seconds, "canonical", name), 1)
-                for name in seconds
-                if name in PEERS
-            ]
-            if gpu and not args.captured:
-                memory = {row["method"]: row["MB"] for row in rows if "MB" in row}
-                claims.append(
-                    timing.at_most(
-                        f"its memory against a plain one's, {where}", memory["canonical"] / memory["plain"], 1.5
-                    )
-                )
+            tables[where] = rows
+            if {"plain", "canonical"} <= seconds.keys():
+                bound = TIMES_OF_PLAIN[args.device] if compile or not gpu else None
+                claims += claims_of(where, rows, seconds, bound)
         if gpu and args.at_once and not args.captured:
             shared = share_the_gpu(batch, data, args.at_once)
             tables[f"several runs at once, compiled, captured, batch {batch}"] = shared
@@ -195,10 +173,28 @@ def main() -> None:
     timing.write("training_step", settings, title=title, claims=claims, tables=tables, left_out=left_out)
 
 
+def claims_of(
+    where: str, rows: list[dict[str, Any]], seconds: dict[str, list[float]], bound: float | None
+) -> list[dict[str, Any]]:
+    """Return what the rows of one batch size say about the claims above; without a bound, not of the time alone."""
+    found = []
+    if bound is not None:
+        ratio = timing.ratio(seconds, "canonical", "plain")
+        found.append(timing.at_most(f"a canonical training step against a plain one, {where}", ratio, bound))
+    for name in (name for name in seconds if name in PEERS):
+        ratio = timing.ratio(seconds, "canonical", name)
+        found.append(timing.at_most(f"the same against {name}, {where}", ratio, 1))
+    memory = {row["method"]: row["MB"] for row in rows if "MB" in row}
+    if memory:
+        ratio_of_memory = memory["canonical"] / memory["plain"]
+        found.append(timing.at_most(f"its memory against a plain one's, {where}", ratio_of_memory, 1.5))
+    return found
+
+
 def compare(
     made: dict[str, Trainer], count: int, args: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
-    """A row for each method, and its seconds by round."""
+    """Return a row for each method, and its seconds by round."""
     for t in made.values():
         steps([t], 20 if args.device == "cuda" else 1)
     seconds = timing.interleaved({name: partial(steps, [t], count) for name, t in made.items()}, args.rounds, warmup=0)
@@ -215,7 +211,7 @@ def compare(
 
 
 def share_the_gpu(batch: int, data: ImageSet, at_once: list[int]) -> list[dict[str, Any]]:
-    """Milliseconds per step of each run, where several take turns on one GPU."""
+    """Return the milliseconds per step of each run, where several take turns on one GPU."""
     rows = []
     for together in at_once:
         for name in ("plain", "canonical"):

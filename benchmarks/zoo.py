@@ -22,8 +22,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 import timing
 from cpnorm import canonical_norm, choose_forms, summary, truncate
 
@@ -47,14 +45,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     truncate(model, params=exact.parameters_dense - round((1 - KEPT) * converted))
     choice = choose_forms(model, x)
     small = choice.apply(model)
-    once = timing.interleaved({"dense": lambda: outputs(dense, x)}, rounds=3)["dense"]
-    calls = max(1, round(TURN / min(once)))
-
-    def turn(network: nn.Module) -> None:
-        for _ in range(calls):
-            outputs(network, x)
-
-    seconds = timing.interleaved({"dense": lambda: turn(dense), "small": lambda: turn(small)}, rounds)
+    seconds = timing.in_turns({"dense": lambda: outputs(dense, x), "small": lambda: outputs(small, x)}, rounds, TURN)
     reasons = Counter(layer.reason for layer in choice.layers.values() if layer.form == "dense")
     return {
         "network": name,
@@ -69,7 +60,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
         "layers": len(choice.layers),
         "as chains": sum(layer.form != "dense" for layer in choice.layers.values()),
         "dense because": "; ".join(f"{reason} ({count})" for reason, count in reasons.items()),
-        "ms": timing.milliseconds(seconds["dense"], calls),
+        "ms": timing.milliseconds(seconds["dense"]),
         "time ÷ dense": timing.ratio(seconds, "small", "dense"),
     }
 

@@ -9,10 +9,10 @@ import griffe
 
 
 class FenceDoctests(griffe.Extension):
-    """Puts every paragraph of ``>>>`` lines and what they print into a code block."""
+    """Put every paragraph of ``>>>`` lines and what they print into a code block."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Called for all modules, classes and functions as they are read."""
+        """Fence the examples of a module, class or function as it is read."""
         if obj.docstring:
             fenced = re.sub(r"(?ms)^>>> .*?(?=\n\n|\Z)", r"```pycon\n\g<0>\n```", obj.docstring.value)
             obj.docstring.value = fenced

@@ -108,7 +108,7 @@ FIGURES: tuple[Callable[[Axes], None], ...] = (fit_against_rank, spectra, cancel
 
 
 def draw_all(folder: Path) -> None:
-    """Every figure as an SVG file named like its function."""
+    """Draw every figure into an SVG file named like its function."""
     with mpl.rc_context(STYLE):
         for draw in FIGURES:
             figure = Figure(figsize=(6, 3.2), layout="constrained")

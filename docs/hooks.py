@@ -39,7 +39,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def moved(text: str, source: str, page: str) -> str:
-    """A page whose links, good where its file lies, are good where the site has it."""
+    """Return a page with its links changed from where its file lies to where the site has it."""
 
     def link(match: re.Match[str]) -> str:
         target, anchor = match["target"], match["anchor"] or ""
@@ -63,13 +63,13 @@ def themed(match: re.Match[str]) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Links of pages of docs/ to files outside of it."""
+    """Change the links of pages of docs/ to files outside of it."""
     source = page.file.src_uri
     return moved(markdown, f"docs/{source}", source) if (ROOT / "docs" / source).exists() else markdown
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Formulas become MathML, which browsers draw themselves."""
+    """Turn formulas into MathML, which browsers draw themselves."""
 
     def mathml(match: re.Match[str]) -> str:
         block = match["kind"] == "div"

@@ -72,6 +72,14 @@ def close(got: Tensor, expected: Tensor, relative: float) -> None:
     assert error <= relative, f"relative error {error:.2e} is above {relative:.0e}"
 
 
+def close_way(got: Tensor, expected: Tensor, start: Tensor, relative: float) -> None:
+    """Moved from the start alike, up to a share of the way: a step that is small beside the values must show."""
+    if (expected - start).norm() > 1e-6 * start.norm():
+        close(got - start, expected - start, relative)
+    else:
+        close(got, expected, 1e-6)
+
+
 def canonical(
     case: Case, dtype: torch.dtype = torch.float64, rank: int | str = "exact", init: str = "exact"
 ) -> nn.Module:

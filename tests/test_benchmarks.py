@@ -153,7 +153,6 @@ def test_a_point_of_the_sweep() -> None:
     row = scaling.measure(1 / 4, 2, 1 / 8, "cpu", rounds=1)
     assert {f"{name}, ms" for name in ("plain", "planned", "rebuilt", "factors")} <= set(row)
     assert row["modelled"]["planned"] <= min(row["modelled"]["rebuilt"], row["modelled"]["factors"])
-    assert scaling.network(1 / 8)(torch.randn(2, 3, 32, 32)).shape == (2, 10)
 
 
 def test_every_method_takes_the_same_steps() -> None:

@@ -10,16 +10,17 @@ import torch
 
 import cpnorm
 import smallest
-from cpnorm.lab.data.images import DataNotFoundError, load, normalize
-from cpnorm.lab.paper import records
+from cpnorm.lab.data.images import DataNotFoundError, load
+from cpnorm.lab.paper import smallest as rows
 from cpnorm.lab.training.config import Config
+from cpnorm.lab.training.evaluation import accuracy
 from cpnorm.lab.training.run_networks import blank, trained_network
 from cpnorm.lab.training.runs import RunFolder
 from cpnorm.lab.training.setup import build_model
 
 ROOT = Path(__file__).parent.parent
 NETWORKS = sorted(path for path in (ROOT / "results/records/networks").glob("*") if path.is_dir())
-ROWS = {row.key: row for table in records.TABLES for row in table.rows}
+ROWS = {row.key: row for table in rows.TABLES for row in table.rows}
 
 
 def by_name(path: Path) -> str:
@@ -47,15 +48,14 @@ def test_a_committed_network_scores_what_its_record_says(path: Path) -> None:
         data = load(run.config().data)
     except DataNotFoundError as error:
         pytest.skip(f"needs the official data: {error}")
-    images = normalize(data.test_images, data.mean, data.std)
     record = run.record()
     assert record is not None
-    found = smallest.score(trained_network(run).eval(), images, data.test_labels)
+    found = accuracy(trained_network(run), data)
     assert found == pytest.approx(record["test_accuracy_last"], abs=0.15)  # scored in bfloat16 there, in float32 here
 
 
-@pytest.mark.parametrize("goal", records.GOALS, ids=lambda goal: goal.row)
-def test_rows_keep_to_the_parameters_of_their_goal(goal: records.Goal) -> None:
+@pytest.mark.parametrize("goal", rows.GOALS, ids=lambda goal: goal.row)
+def test_rows_keep_to_the_parameters_of_their_goal(goal: rows.Goal) -> None:
     config = ROWS[goal.row].config
     network = build_model(config, blank(config.data), torch.device("cpu"))
     assert sum(p.numel() for p in network.parameters()) <= goal.parameters

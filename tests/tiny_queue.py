@@ -23,7 +23,7 @@ TINY = Config(
 TUNING = {"optimizer": "sgd", "lr": 0.001, "epochs": 1}
 LONG = Row("tiny/long", "long", TINY, None)
 CUT = Row("tiny/cut", "cut", TINY, None, starts_from=LONG.key, truncation=Truncation(rate=0.5), tuning=TUNING)
-TABLE = Table("tiny", "Tiny", "", rows=(LONG, CUT))
+TABLE = Table("tiny", "Tiny", rows=(LONG, CUT))
 TINY_PROTOCOL = Protocol("words", {"tiny": TABLE})
 
 # At the start of a process that is to know no other table:

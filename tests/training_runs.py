@@ -1,4 +1,4 @@
-"""Training of one run in a test, with the trainer as the result."""
+"""Training of one run in a test, with the trainer as the result, and few images to train on."""
 
 from __future__ import annotations
 
@@ -31,3 +31,10 @@ def fit(
         trainer = Trainer(config, data, options, resumes=folder is not None and folder.has_checkpoint())
         drive([(trainer, folder)], observers=observers, stop=stop)
     return trainer
+
+
+def few_digits(train: int, test: int, name: str = "digits") -> ImageSet:
+    """The first embedded digits: where it does not matter what is learned."""
+    whole = load("digits")
+    known, held = (whole.train_images[:train], whole.train_labels[:train]), (whole.test_images, whole.test_labels)
+    return ImageSet(name, *known, *(tensor[:test] for tensor in held), whole.mean, whole.std, whole.classes)

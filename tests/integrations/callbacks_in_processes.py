@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 from torch.utils.data import DataLoader, SequentialSampler
 
 sys.path.append(str(Path(__file__).parent))
-from small import BATCH, batches, network, sgd
+from small import BATCH, Classifier, batches, examples, network, sgd
 
 EPOCHS = 3
 BUDGET: dict[str, Any] = {"steps": 2, "params": 900, "criterion": "gram", "refit": "none"}
@@ -61,21 +61,11 @@ def with_transformers(folder: Path, rank: int = 0, world: int = 1) -> dict[str, 
 
     from cpnorm.integrations.huggingface import CanonicalCallback
 
-    class Classifier(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = network()
-
-        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            logits = self.net(x)
-            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
     class InOrder(transformers.Trainer):
         def _get_train_sampler(self, *_: Any) -> SequentialSampler:
             return SequentialSampler(self.train_dataset)
 
     model = Classifier()
-    examples = [{"x": x[n], "labels": y[n]} for x, y in batches() for n in range(BATCH)]
     settings = transformers.TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=BATCH // world, num_train_epochs=EPOCHS, report_to=[],
         save_strategy="no", disable_tqdm=True, use_cpu=True, max_grad_norm=0, logging_strategy="no",
@@ -83,7 +73,7 @@ def with_transformers(folder: Path, rank: int = 0, world: int = 1) -> dict[str, 
     )  # fmt: skip
     optimizer = sgd(model)
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    trainer = InOrder(model, settings, train_dataset=examples, optimizers=(optimizer, constant))
+    trainer = InOrder(model, settings, train_dataset=examples(), optimizers=(optimizer, constant))
     trainer.remove_callback(transformers.PrinterCallback)
     inputs = [{"x": x, "labels": y} for x, y in share(rank, world)]
     trainer.add_callback(CanonicalCallback(trainer, **BUDGET, data=inputs))

@@ -18,6 +18,22 @@ def network() -> nn.Sequential:
     return cpnorm.canonical_norm(plain)  # ranks 9 and 10, so that one is odd
 
 
+class Classifier(nn.Module):
+    """What the Trainer of transformers wants: labels in, loss out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.net(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def examples() -> list[dict[str, Tensor]]:
+    return [{"x": x[n], "labels": y[n]} for x, y in batches() for n in range(BATCH)]
+
+
 def batches() -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):

@@ -10,29 +10,27 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import SequentialSampler
 
 import cpnorm
 from cpnorm.integrations.hub import from_pretrained, save_pretrained
-from integrations.small import BATCH, STEPS, batches, has_unit_columns, largest_difference, network, sgd, trained
+from integrations.small import (
+    BATCH,
+    STEPS,
+    Classifier,
+    examples,
+    has_unit_columns,
+    largest_difference,
+    network,
+    sgd,
+    trained,
+)
 from laws import close
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'cpnorm[transformers]'")
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate: pip install 'cpnorm[accelerate]'")
 from cpnorm.integrations.huggingface import CanonicalCallback, linears_for_conv1d  # noqa: E402
-
-
-class Classifier(nn.Module):
-    """What the Trainer wants: labels in, loss out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network()
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = self.net(x)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
 class InOrder(transformers.Trainer):
@@ -42,14 +40,13 @@ class InOrder(transformers.Trainer):
 
 def fit(folder: Path, epochs: int, **options: Any) -> Any:
     model = Classifier()
-    examples = [{"x": x[n], "labels": y[n]} for x, y in batches() for n in range(BATCH)]
     settings = transformers.TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=BATCH, num_train_epochs=epochs, report_to=[],
         save_strategy="no", disable_tqdm=True, use_cpu=True, max_grad_norm=0, logging_strategy="no",
         dataloader_pin_memory=False,
     )  # fmt: skip
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer := sgd(model), lambda _: 1.0)
-    trainer = InOrder(model, settings, train_dataset=examples, optimizers=(optimizer, constant))
+    trainer = InOrder(model, settings, train_dataset=examples(), optimizers=(optimizer, constant))
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.add_callback(CanonicalCallback(trainer, **options))
     trainer.train()

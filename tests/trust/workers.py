@@ -33,7 +33,7 @@ CONFIG = Config(
 TUNING = {"optimizer": "sgd", "lr": 0.003, "epochs": 1}
 BASE = Row("tiny/base", "base", CONFIG.replace(epochs=1), None)
 CUT = Row("tiny/cut", "cut", BASE.config, None, starts_from=BASE.key, truncation=Truncation(rate=0.5), tuning=TUNING)
-PROTOCOL = Protocol("tiny", {"tiny": Table("tiny", "Tiny", "", rows=(BASE, CUT))})
+PROTOCOL = Protocol("tiny", {"tiny": Table("tiny", "Tiny", rows=(BASE, CUT))})
 OFTEN = Options(device="cpu", checkpoint_every=0.0)  # after every step
 
 

@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from cpnorm.deploy.forms import ALIGNED, ALIGNMENT, conv_steps
 from cpnorm.nn.canonical import CPLayer
-from cpnorm.nn.planner import linear_modes
+from cpnorm.nn.planner import linear_modes, output_space
 
 # Costs of moving a byte and of launching a kernel, in matrix-product FLOPs. Fitted on a CPU to 105 layers, ranks and
 # batch sizes: the form modelled as cheapest takes 4 % longer than the fastest on average, 58 % at worst.
@@ -103,14 +103,5 @@ def _space(layer: CPLayer, form: str, shape: Sequence[int]) -> tuple[int, ...]:
 def _moved(layer: CPLayer, form: str, step: _Step, space: tuple[int, ...]) -> tuple[int, ...]:
     if isinstance(layer, nn.Linear):  # a kernel as large as the map
         return tuple(1 for _ in space) if step.axes else space
-    return tuple(_size(cast(_ConvNd, layer), axis, n) if axis in step.axes else n for axis, n in enumerate(space))
-
-
-def _size(conv: _ConvNd, axis: int, n: int) -> int:
-    stride, reach = conv.stride[axis], conv.dilation[axis] * (conv.kernel_size[axis] - 1) + 1
-    if isinstance(conv.padding, str):
-        return n if conv.padding == "same" else n - reach + 1
-    padding = int(conv.padding[axis])
-    if conv.transposed:
-        return (n - 1) * stride - 2 * padding + reach + int(conv.output_padding[axis])
-    return (n + 2 * padding - reach) // stride + 1
+    moved = output_space(cast(_ConvNd, layer), space)
+    return tuple(moved[axis] if axis in step.axes else n for axis, n in enumerate(space))

@@ -96,20 +96,8 @@ class Summary:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        header = [
-            "layer",
-            "kind",
-            "shape",
-            "rank",
-            "exact",
-            "parameters",
-            "dense",
-            "share",
-            "MFLOP",
-            "dense MFLOP",
-            "path",
-        ]
-        header += ["|λ|", "max", "median", "min", ""]
+        header = ["layer", "kind", "shape", "rank", "exact", "parameters", "dense", "share", "MFLOP", "dense MFLOP"]
+        header += ["path", "|λ|", "max", "median", "min", ""]
         here, dense = (
             sum(sizes) for sizes in zip(*((s.parameters, s.parameters_dense) for s in self.layers), strict=True)
         )

@@ -156,7 +156,7 @@ def epilogue_kernel(  # type: ignore[no-untyped-def]
     channels: tl.constexpr, channels_last: tl.constexpr, relu: tl.constexpr, pool: tl.constexpr,
     outer_block: tl.constexpr, inner_block: tl.constexpr,
 ):  # fmt: skip
-    """Max pooling, bias, residual and ReLU; y and the residual lie as x does: its last dimension is the inner one."""
+    """Apply max pooling, bias, residual and ReLU; y and the residual lie as x does, whose last dimension is inner."""
     inner_size = channels if channels_last else W2
     blocks = tl.cdiv(inner_size, inner_block)
     outer = tl.program_id(0) // blocks * outer_block + tl.arange(0, outer_block)

@@ -18,17 +18,7 @@ from cpnorm.cp.tensor import CPTensor
 from cpnorm.deploy.forms import chain, dense_form, forms_of
 from cpnorm.deploy.rewrite import is_channels_last, output_layer, tagged, with_layout
 from cpnorm.gpu.fused_blocks import FusedBlock, FusedEpilogue, FusedInput
-from cpnorm.io.fileformat import (
-    Content,
-    Shape,
-    StoredForm,
-    StoredLayer,
-    checksum,
-    join,
-    opened,
-    read_content,
-    write,
-)
+from cpnorm.io.fileformat import Content, Shape, StoredForm, StoredLayer, checksum, join, opened, read_content, write
 from cpnorm.nn.canonical import PATHS, CPLayer, tie_key
 from cpnorm.nn.convert import become_canonical, canonical_layers, check_not_sharded, fold, is_unmodified
 from cpnorm.nn.layers import CANONICAL_TYPES

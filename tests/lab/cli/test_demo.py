@@ -14,18 +14,15 @@ import pytest
 from rich.console import Console
 
 from cpnorm.lab.cli import demo
-from cpnorm.lab.data.images import ImageSet, load
 from cpnorm.lab.training.driver import Stop
 from cpnorm.lab.training.runs import RunFolder
+from training_runs import few_digits
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same story, told in a few seconds."""
-    whole = load("digits")
-    train, test = (whole.train_images[:96], whole.train_labels[:96]), (whole.test_images[:40], whole.test_labels[:40])
-    digits = ImageSet("digits", *train, *test, whole.mean, whole.std, whole.classes)
-    monkeypatch.setattr(demo, "load", lambda name: digits)
+    monkeypatch.setattr(demo, "load", lambda name: few_digits(96, 40))
     ranks = {"features.0": 6, "features.2": 20, "classifier.1": 8, "classifier.4": 8}
     monkeypatch.setattr(demo, "BASE", demo.BASE.replace(epochs=2, rank=ranks))
     monkeypatch.setattr(demo, "FINE_TUNING_EPOCHS", 1)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 import cpnorm
 from cpnorm.lab.cli import inspect, pictures
-from cpnorm.lab.data.images import ImageSet, load
+from cpnorm.lab.data.images import ImageSet
 from cpnorm.lab.report.drawing import INK, finish
 from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.driver import Stop
@@ -19,7 +19,7 @@ from cpnorm.lab.training.run_networks import blank
 from cpnorm.lab.training.runs import RunError, RunFolder
 from cpnorm.lab.training.setup import build_model
 from cpnorm.lab.training.trainer import Options, Trainer
-from training_runs import fit
+from training_runs import few_digits, fit
 
 RANKS = {"features.0": 6, "features.2": 40, "classifier.1": 4, "classifier.4": 6}
 CONFIG = Config(
@@ -38,9 +38,7 @@ CPU = Options(device="cpu")
 
 @pytest.fixture(scope="module")
 def digits() -> ImageSet:
-    whole = load("digits")
-    train, test = (whole.train_images[:64], whole.train_labels[:64]), (whole.test_images[:40], whole.test_labels[:40])
-    return ImageSet("digits", *train, *test, whole.mean, whole.std, whole.classes)
+    return few_digits(64, 40)
 
 
 @pytest.fixture(scope="module")

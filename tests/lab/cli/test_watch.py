@@ -72,8 +72,12 @@ def test_flags_show_no_type_in_the_help(capsys: pytest.CaptureFixture[str], monk
         assert not [line for line in flags if "bool" in line.lower()]
 
 
-def test_an_unknown_preset_lists_the_rows_of_the_paper_and_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["train", "--preset", "cifar10/nosuch"]) == 2
+def test_an_unknown_preset_names_rows_like_it_or_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["train", "--preset", "checks/cp-sgd-moment"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "did you mean checks/cp-sgd-momentum" in told
+    assert "beyond-cifar10" not in told
+    assert main.main(["train", "--preset", "list"]) == 2
     told = " ".join(capsys.readouterr().err.split())
     for row in ("cifar10/cp-sgd", "beyond-cifar10/low-rank-140k", "checks/cp-sgd-momentum"):
         assert row in told

@@ -13,13 +13,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 from torch import Tensor
-from torch.utils.data import IterableDataset, TensorDataset
 
 from cpnorm.lab.data import images
-from cpnorm.lab.data.digests import WrongDataError, describe_change, describe_difference, require_official
-from cpnorm.lab.data.images import DataNotFoundError, ImageSet, augment, check, from_dataset, load, normalize
+from cpnorm.lab.data.digests import WrongDataError, describe_change, describe_difference, is_official, require_official
+from cpnorm.lab.data.images import DataNotFoundError, ImageSet, augment, load, normalize
 from official_files import WRITERS, make, trust_any_content
 
 
@@ -62,9 +60,8 @@ def test_missing_set_says_what_where_and_how(name: str, tmp_path: Path) -> None:
 
 
 def test_unknown_set() -> None:
-    for read in (load, check):
-        with pytest.raises(ValueError, match=r"a data set among digits, .*svhn, idx, images, got 'imagenet'"):
-            read("imagenet")
+    with pytest.raises(ValueError, match=r"a data set among digits, .*svhn, idx, images, got 'imagenet'"):
+        load("imagenet")
 
 
 def test_files_in_the_folder_itself(tmp_path: Path) -> None:
@@ -76,8 +73,6 @@ def test_files_in_the_folder_itself(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found.test_images.numpy(), make("mnist")[1][0])
     with pytest.raises(DataNotFoundError, match="--data-dir names the folder of the four files"):
         load("idx", tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="there is no official one to compare it with"):
-        check("idx", tmp_path)
 
 
 # Content --------------------------------------------------------------------------------------------------------------
@@ -98,12 +93,10 @@ def test_what_every_set_is(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
         assert labels.unique().tolist() == list(range(len(images.classes)))
 
 
-def test_check_tells_the_official_content_from_another(tmp_path: Path) -> None:
+def test_the_digest_tells_the_official_content_from_another(tmp_path: Path) -> None:
     WRITERS["mnist"](tmp_path, make("mnist"))
-    report = check("mnist", tmp_path)
-    assert not report.genuine
-    assert (report.folder, report.train, report.test) == (tmp_path, 12, 10)
-    assert check("digits").genuine
+    assert not is_official(load("mnist", tmp_path))
+    assert is_official(load("digits"))
 
 
 def test_other_data_in_the_place_of_official_ones(tmp_path: Path) -> None:
@@ -131,17 +124,17 @@ def test_data_are_compared_with_those_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "svhn"])
 def test_official_content(name: str) -> None:
     try:
-        report = check(name)
+        data = load(name)
     except DataNotFoundError as error:
         pytest.skip(str(error))
-    assert report.genuine
+    assert is_official(data)
 
 
 def test_digits_are_the_small_ones_scaled_up() -> None:
     from sklearn.datasets import load_digits
 
     images = load("digits")
-    assert check("digits").train + check("digits").test == 1797
+    assert len(images.train_labels) + len(images.test_labels) == 1797
     small = torch.nn.functional.avg_pool2d(images.test_images.float(), 4)  # 7 x 7
     original = torch.from_numpy(load_digits().images).float()[:, None]
     coarse = torch.nn.functional.interpolate(original, 7, mode="bilinear", antialias=True)
@@ -193,99 +186,10 @@ def test_split_validation_depends_on_the_seed_and_refuses_too_many() -> None:
             images.split_validation(count)
 
 
-# A user's own datasets ------------------------------------------------------------------------------------------------
-
-
-class Listed(torch.utils.data.Dataset[Any]):
-    def __init__(self, samples: list[Any]) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.samples[index]
-
-
-class Streamed(IterableDataset[Any]):
-    def __init__(self, samples: list[Any]) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Any:
-        return iter(self.samples)
+# Normalisation and augmentation ---------------------------------------------------------------------------------------
 
 
 COLOUR = torch.randint(0, 256, (6, 3, 5, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-KINDS = {
-    "bytes": lambda image: image,
-    "integers": lambda image: image.int(),
-    "floats": lambda image: image.float() / 255,
-    "arrays": lambda image: image.permute(1, 2, 0).numpy(),
-    "PIL": lambda image: Image.fromarray(image.permute(1, 2, 0).numpy()),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("wrap", [Listed, Streamed])
-def test_from_dataset(kind: str, wrap: type[Any]) -> None:
-    labels: list[Any] = [0, torch.tensor(1), np.int64(2), 1, True, 0]
-    samples = [(KINDS[kind](image), label) for image, label in zip(COLOUR, labels, strict=True)]
-    images = from_dataset(wrap(samples), wrap(samples[:2]), name="mine")
-    assert torch.equal(images.train_images, COLOUR)
-    assert torch.equal(images.test_images, COLOUR[:2])
-    assert images.train_labels.tolist() == [0, 1, 2, 1, 1, 0]
-    assert images.classes == ("0", "1", "2")
-    pixels = COLOUR.double().transpose(0, 1).flatten(1)
-    assert images.mean == pytest.approx(pixels.mean(1).tolist())
-    assert images.std == pytest.approx(pixels.std(1, correction=0).tolist())
-
-
-def test_from_dataset_of_grey_images() -> None:
-    grey = COLOUR[:, 0]
-    for samples in (TensorDataset(grey, torch.arange(6)), Listed([(Image.fromarray(g.numpy()), 0) for g in grey])):
-        images = from_dataset(samples, samples, classes=list("abcdef"), mean=[0.0], std=[255.0])
-        assert torch.equal(images.train_images, grey[:, None])
-        assert (images.mean, images.std, images.classes) == ((0.0,), (255.0,), tuple("abcdef"))
-
-
-def test_a_constant_channel_is_only_shifted() -> None:
-    flat = Listed([(torch.full((1, 2, 2), 9, dtype=torch.uint8), 0)])
-    images = from_dataset(flat, flat)
-    assert (images.mean, images.std) == ((9.0,), (1.0,))
-
-
-GOOD = (COLOUR[0], 0)
-BAD = {
-    "normalised floats": ((torch.randn(3, 5, 4), 0), "sample 1: expected torch.float32 pixels from 0 to 1, got"),
-    "large integers": ((COLOUR[0].int() + 1000, 0), "sample 1: expected torch.int32 pixels from 0 to 255"),
-    "nan": ((torch.full((3, 5, 4), torch.nan), 0), "sample 1: expected torch.float32 pixels from 0 to 1, got nan"),
-    "vector": ((torch.zeros(5), 0), "sample 1: expected an image of 2 or 3 dimensions, got 1"),
-    "another shape": ((COLOUR[0, :, :4], 0), r"sample 1: expected shape \(3, 5, 4\) and a label >= 0, got \(3, 4, 4\)"),
-    "negative label": ((COLOUR[0], -1), "sample 1: .* with label -1"),
-    "fraction": ((COLOUR[0], 0.5), "sample 1: .*float"),
-    "text": (("image", 0), "sample 1: "),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_from_dataset_names_the_bad_sample(case: str) -> None:
-    sample, message = BAD[case]
-    with pytest.raises(ValueError, match=message):
-        from_dataset(Listed([GOOD, sample]), Listed([GOOD]))
-
-
-def test_from_dataset_refuses_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match="got an empty dataset"):
-        from_dataset(Listed([GOOD]), Listed([]))
-    with pytest.raises(
-        ValueError, match=r"test images of the shape of the training images, \(3, 5, 4\), got \(1, 5, 4\)"
-    ):
-        from_dataset(Listed([GOOD]), Listed([(COLOUR[0, 0], 0)]))
-    with pytest.raises(ValueError, match="expected labels from 0 to 1, got 2"):
-        from_dataset(Listed([(COLOUR[0], 2)]), Listed([GOOD]), classes=["a", "b"])
-
-
-# Normalisation and augmentation ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -134,7 +134,7 @@ def test_a_cut_from_the_best_epoch(tmp_path: Path) -> None:
         tuning={"epochs": 0, "trainable": "sigma-bias"},
         start_networks=2,
     )
-    tiny = Protocol("tiny", {"tiny": Table("tiny", "", "", rows=(base, cut))}, folder="tiny")
+    tiny = Protocol("tiny", {"tiny": Table("tiny", "", rows=(base, cut))}, folder="tiny")
     left = reproduce.reproduce(Request(["tiny"], range(2), tmp_path, tmp_path / "work", tiny, CPU))
     assert left == []
     lines = Results(tmp_path, tiny).lines()

@@ -63,7 +63,7 @@ CUT = Row(
 
 
 def protocol(*rows: Row, **options: Any) -> Protocol:
-    return Protocol("tiny", {"tiny": Table("tiny", "Tiny", "", rows=rows)}, **options)
+    return Protocol("tiny", {"tiny": Table("tiny", "Tiny", rows=rows)}, **options)
 
 
 PROTOCOL = protocol(BASE, CUT)

@@ -8,7 +8,7 @@ from scipy import stats
 
 from cpnorm.lab.paper.authors_runs import authors_runs
 from cpnorm.lab.report import code_protocol
-from cpnorm.lab.report.against_authors import agreement, draw_curves, same_curves
+from cpnorm.lab.report.against_authors import compare_rows, draw_curves, same_curves
 from cpnorm.lab.report.nested import nested_difference
 from cpnorm.lab.report.records import Records, Run
 
@@ -46,7 +46,7 @@ def test_a_permutation_test_of_curves() -> None:
 
 def test_agreement_of_the_authors_with_themselves() -> None:
     halves = {row: runs[:4] for row, runs in authors_runs().items()}
-    found = {entry.row: entry for entry in agreement(halves)}
+    found = {entry.row: entry for entry in compare_rows(halves)}
     assert set(found) == set(halves) - {"compress-mnist/75"}
     for row, entry in found.items():
         if row.startswith("compress-"):  # from one network: a sample of one
@@ -56,7 +56,7 @@ def test_agreement_of_the_authors_with_themselves() -> None:
             assert all(p > 0.3 for p in entry.curves.values())
     shifted = [{k: [v - 1 for v in values] for k, values in run.items()} for run in halves["mnist/cp-sgd"]]
     off = {"mnist/cp-sgd": shifted}
-    (entry,) = agreement(off)
+    (entry,) = compare_rows(off)
     assert entry.last is not None
     assert entry.last.significant
     assert entry.curves["test_accuracy"] < 0.01

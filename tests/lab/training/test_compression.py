@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils import parametrize
 
 import cpnorm
-from cpnorm.lab.data.images import ImageSet, load, normalize
+from cpnorm.lab.data.images import ImageSet, normalize
 from cpnorm.lab.training import compression
 from cpnorm.lab.training.compression import compress, identity
 from cpnorm.lab.training.config import Config
@@ -20,7 +20,7 @@ from cpnorm.lab.training.runs import RunError, RunFolder
 from cpnorm.lab.training.setup import build_model
 from cpnorm.lab.training.trainer import Options, Trainer
 from cpnorm.lab.training.truncation import Truncation
-from training_runs import fit
+from training_runs import few_digits, fit
 
 RANKS = {"features.0": 6, "features.2": 12, "classifier.1": 8, "classifier.4": 6}
 CONFIG = Config(
@@ -32,9 +32,7 @@ CPU = Options(device="cpu")
 @pytest.fixture(scope="module")
 def digits() -> ImageSet:
     """Few images: what is tested is what happens to the networks."""
-    whole = load("digits")
-    train, test = (whole.train_images[:96], whole.train_labels[:96]), (whole.test_images[:60], whole.test_labels[:60])
-    return ImageSet("digits", *train, *test, whole.mean, whole.std, whole.classes)
+    return few_digits(96, 60)
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,11 @@ from torch import nn
 
 import cpnorm
 from cpnorm.lab.data.images import load
-from cpnorm.lab.paper.records import thin_ranks
+from cpnorm.lab.paper.smallest import thin_ranks
 from cpnorm.lab.training import models
 from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.setup import build_model
-from cpnorm.lab.training.small_networks import Widen, small_resnet
+from cpnorm.lab.training.small_networks import SmallResNet, Widen
 from cpnorm.lab.training.trainer import Options, Trainer
 
 DESIGN = {"widths": [6, 10], "depths": [1, 2], "rounds": [1, 3], "kernels": [3, 5]}
@@ -25,7 +25,7 @@ def parameters(network: nn.Module) -> int:
 
 
 def test_parameters_of_a_canonical_network_are_those_of_the_formula() -> None:
-    network = small_resnet(1, 10, **DESIGN)
+    network = SmallResNet(1, 10, **DESIGN)
     ranks = thin_ranks(DESIGN, [4, 7], stem=3)
     cpnorm.canonical_norm(network, ranks, "kaiming_normal", skip="linear")
     stem = 3 * (6 + 1 + 3 + 3 + 1) + 1 + 2 * 6
@@ -36,8 +36,8 @@ def test_parameters_of_a_canonical_network_are_those_of_the_formula() -> None:
 
 def test_a_block_of_several_rounds_is_the_same_block_applied_again() -> None:
     torch.manual_seed(0)
-    thrice = small_resnet(3, 4, widths=[5], depths=[1], rounds=3).eval()
-    once = small_resnet(3, 4, widths=[5], depths=[1]).eval()
+    thrice = SmallResNet(3, 4, widths=[5], depths=[1], rounds=3).eval()
+    once = SmallResNet(3, 4, widths=[5], depths=[1]).eval()
     once.load_state_dict({k: v for k, v in thrice.state_dict().items() if ".1." not in k and ".2." not in k})
     x = torch.randn(2, 3, 8, 8)
     after_stem = thrice.activation(thrice.bn(thrice.stem(x)))
@@ -59,7 +59,7 @@ def test_the_transition_keeps_the_largest_of_four_pixels() -> None:
 )
 def test_wrong_designs_are_named(design: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        small_resnet(**design)  # type: ignore[arg-type]
+        SmallResNet(**design)  # type: ignore[arg-type]
 
 
 def test_networks_without_a_design_refuse_one() -> None:
@@ -91,7 +91,7 @@ def test_the_lab_trains_a_thin_network() -> None:
 
 def test_a_gate_multiplies_each_channel_by_a_number_of_the_image() -> None:
     torch.manual_seed(0)
-    block = small_resnet(3, 4, widths=[5], depths=[1], gated=True).eval().stages[0][0]
+    block = SmallResNet(3, 4, widths=[5], depths=[1], gated=True).eval().stages[0][0]
     x = torch.randn(2, 5, 8, 8)
     y = block.bn2[0](block.conv2(block.bn1[0](block.conv1(x)).relu()))
     gates = torch.sigmoid(y.mean((2, 3)) @ block.gate.weight.T)

@@ -21,6 +21,7 @@ from cpnorm.lab.data.images import ImageSet, load
 from cpnorm.lab.paper.figure_data import explore
 from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.driver import Stop, drive, run_to_end
+from cpnorm.lab.training.evaluation import prepared
 from cpnorm.lab.training.runs import RunError, RunFolder
 from cpnorm.lab.training.setup import learning_rate, make_optimizer
 from cpnorm.lab.training.trainer import Options, Trainer
@@ -335,7 +336,7 @@ def test_the_explorer_s_accuracies_are_those_of_truncated_networks(digits: Image
         small = copy.deepcopy(trainer.model).eval()
         cpnorm.truncate(small, rate=rate, criterion="lambda", refit="none")
         with torch.no_grad():
-            answers = small(trainer.prepare(digits.test_images)).argmax(1)
+            answers = small(prepared(digits.test_images, digits)).argmax(1)
         expected.append(100 * (answers == digits.test_labels).double().mean().item())
     assert found["accuracy"] == pytest.approx(expected, abs=0.01)
     assert found["accuracy"][0] > found["accuracy"][-1] + 10

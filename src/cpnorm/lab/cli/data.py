@@ -64,32 +64,39 @@ def check(
     as_json: Json = False,
 ) -> int:
     """Read data sets and compare every pixel and label with the official ones."""
-    from cpnorm.lab.data import images
+    from cpnorm.lab.data.digests import OFFICIAL, is_official
+    from cpnorm.lab.data.images import DataNotFoundError, load
 
     found = []
-    for name in names or images.OFFICIAL:
+    for name in names or OFFICIAL:
+        if name in ("idx", "images"):
+            raise ValueError(f"{name} is any data set of this format: there is no official one to compare it with")
         try:
-            found.append(images.check(name, data_dir))
-        except images.DataNotFoundError:
+            found.append(load(name, data_dir))
+        except DataNotFoundError:
             if names:
                 raise
+    genuine = [is_official(data) for data in found]
     if as_json:
-        print_json([{"name": c.name, "folder": c.folder and str(c.folder), "genuine": c.genuine} for c in found])
+        folders = [data.folder and str(data.folder) for data in found]
+        rows = zip(found, folders, genuine, strict=True)
+        print_json([{"name": data.name, "folder": folder, "genuine": same} for data, folder, same in rows])
     else:
-        for c in found:
-            verdict = "as published" if c.genuine else "NOT as published"
-            typer.echo(f"{c.name}: {c.train:,} + {c.test:,} images in {c.folder or 'scikit-learn'}, {verdict}")
-    return DONE if all(c.genuine for c in found) else FAILED
+        for data, same in zip(found, genuine, strict=True):
+            images = f"{len(data.train_labels):,} + {len(data.test_labels):,} images"
+            verdict = "as published" if same else "NOT as published"
+            typer.echo(f"{data.name}: {images} in {data.folder or 'scikit-learn'}, {verdict}")
+    return DONE if all(genuine) else FAILED
 
 
 @app.command()
 def where(data_dir: DataDir = None, as_json: Json = False) -> None:
     """Show the folders that are searched, and where each data set was found."""
-    from cpnorm.lab.data import images
+    from cpnorm.lab.data import digests, images
 
     folders = images.data_folders(data_dir)
     places: dict[str, str | None] = {"digits": "scikit-learn"}
-    for name in list(images.OFFICIAL)[1:]:
+    for name in list(digests.OFFICIAL)[1:]:
         try:
             places[name] = str(images.find(name, data_dir)[0])
         except images.DataNotFoundError:

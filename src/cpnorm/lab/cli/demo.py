@@ -121,31 +121,32 @@ class Story:
         """Return plain JSON values."""
         return {"networks": [asdict(network) for network in self.networks], "page": str(self.page)}
 
-    def rows(self) -> list[list[str]]:
-        """Return the rows of the table, the header first."""
-        rows = [["network", "parameters", "of plain", "just cut", "accuracy", "image"]]
+    def grid(self) -> Grid:
+        """Return the comparison as a table of the page."""
+        columns = [Column("network", words=True), *(Column(name) for name in ("parameters", "of plain", "just cut"))]
+        columns += [Column("accuracy"), Column("image")]
+        rows = []
         for network in self.networks:
+            share, cut = 100 * network.parameters / self.networks[0].parameters, network.accuracy_cut
             rows.append(
                 [
-                    network.name,
-                    f"{network.parameters:,}",
-                    f"{100 * network.parameters / self.networks[0].parameters:.0f} %",
-                    "" if network.accuracy_cut is None else f"{network.accuracy_cut:.1f} %",
-                    f"{network.accuracy:.1f} %",
-                    f"{network.milliseconds:.2f} ms",
+                    words(network.name),
+                    Cell(f"{network.parameters:,}", network.parameters),
+                    Cell(f"{share:.0f} %", share),
+                    Cell("" if cut is None else f"{cut:.1f} %", cut),
+                    Cell(f"{network.accuracy:.1f} %", network.accuracy),
+                    Cell(f"{network.milliseconds:.2f} ms", network.milliseconds),
                 ]
             )
-        return rows
+        return Grid("", columns, rows)
 
     def table(self) -> Table:
-        """Return the table for a terminal."""
-        header, *rows = self.rows()
-        table = Table(box=SIMPLE)
-        table.add_column(header[0], no_wrap=True)
-        for heading in header[1:]:
-            table.add_column(heading, justify="right")
-        for row in rows:
-            table.add_row(*row)
+        """Return the comparison as a table for a terminal."""
+        grid, table = self.grid(), Table(box=SIMPLE)
+        for column in grid.columns:
+            table.add_column(column.name, no_wrap=column.words, justify="left" if column.words else "right")
+        for row in grid.rows:
+            table.add_row(*(cell.text for cell in row))
         return table
 
 
@@ -186,17 +187,11 @@ def page(story: Story, plan: Sequence[Chapter], data: ImageSet, seed: int) -> Do
     good = [network for network in cut if network.accuracy > plain.accuracy - 1]
     hero = min(good, key=lambda n: n.parameters) if good else max(cut, key=lambda n: n.accuracy)
     share = f"{100 * hero.parameters / plain.parameters:.0f} %"
-    header, *rows = story.rows()
-    columns = [Column(header[0], words=True), *(Column(name) for name in header[1:])]
-    table = Grid("", columns, [[words(row[0]), *(Cell(text, _number(text)) for text in row[1:])] for row in rows])
     points = {network.name: (network.parameters, network.accuracy) for network in story.networks}
     lines = {chapter.name: chapter.folder.metrics() for chapter in plan}
     after = {chapter.name: BASE.epochs for chapter in plan if chapter.truncation}
     course, spectrum = pictures.curves(lines, after=after), pictures.spectrum(lambda_states(plan, data))
-    drawings = [
-        finish(course, "curves", *COURSE),
-        finish(spectrum, "spectrum", *SPECTRUM),
-    ]
+    drawings = [finish(course, "curves", *COURSE), finish(spectrum, "spectrum", *SPECTRUM)]
     images = image_grid("samples", "Training images", data.train_images[:60], "Sixty of the training images.", 20)
     run = shlex.quote(str(plan[2].folder.path))
     commands = (
@@ -214,7 +209,7 @@ def page(story: Story, plan: Sequence[Chapter], data: ImageSet, seed: int) -> Do
             f"This page shows it on {len(data.train_labels):,} small images of digits, with seed {seed}.",
         ],
         [
-            Section("networks", "The networks", [table, Text(READING.format(test=len(data.test_labels)))]),
+            Section("networks", "The networks", [story.grid(), Text(READING.format(test=len(data.test_labels)))]),
             Section("course", "The training, and the λ", [Gallery(drawings)]),
             Section("data", "The images", [Gallery([images])]),
             Section("next", "Next", [Text("Every network is a run folder that other commands read:"), Code(commands)]),
@@ -237,11 +232,6 @@ READING = (
     "cpnorm.factorize makes of them. With {test} test images one image is worth 0.3 %: small differences mean nothing. "
     "The title names the smallest network that loses less than 1 %."
 )
-
-
-def _number(text: str) -> float | None:
-    """Return the number with which a cell begins, by which a column is sorted."""
-    return float(text.split()[0].replace(",", "")) if text else None
 
 
 def lambda_states(plan: Sequence[Chapter], data: ImageSet) -> dict[str, dict[str, Tensor]]:

@@ -14,22 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from cpnorm.lab.cli import data, paper_commands, training_commands
-from cpnorm.lab.cli.options import (
-    Device,
-    Json,
-    Run,
-    flag,
-    parse_numbers,
-)
-from cpnorm.lab.cli.run_command import (
-    DONE,
-    FAILED,
-    INTERRUPTED,
-    STOPPED,
-    announce_warnings,
-    messages,
-    print_json,
-)
+from cpnorm.lab.cli.options import BUDGET, Device, Json, Run, flag, parse_numbers
+from cpnorm.lab.cli.run_command import DONE, FAILED, INTERRUPTED, STOPPED, announce_warnings, messages, print_json
 
 # Modules that import torch are imported inside the commands, so that help and completion are quick.
 EXTRAS = {"onnx": "onnx", "onnxscript": "onnx", "onnxruntime": "onnx", "tensorboard": "tensorboard", "ray": "ray"}
@@ -179,7 +165,7 @@ def export(
         typer.echo(f"the run has {result['parameters_of_run']:,} parameters: --goal parameters keeps the layers small")
 
 
-BUDGET, DATA = "Budget: exactly one", "Data: images or text"
+DATA = "Data: images or text"
 
 
 def shrink(

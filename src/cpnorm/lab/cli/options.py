@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -29,6 +30,7 @@ Run = Annotated[Path, typer.Argument(help="the folder of a run", metavar="RUN")]
 Json = Annotated[bool, flag("--json", help="print the result as JSON and nothing else")]
 DataDir = Annotated[Path | None, typer.Option(help="folder of the data; default: $CPNORM_DATA, then the user's cache")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; default: a GPU if there is one")]
+BUDGET = "Budget: exactly one"
 Checkpoints = Annotated[float, typer.Option(help="seconds between two checkpoints")]
 TimeLimit = Annotated[str | None, typer.Option(help="save and stop after this time: 90s, 9m, 1h30m")]
 
@@ -58,44 +60,6 @@ class RunOptions:
         return [name for name in ("tensorboard", "wandb", "mlflow") if getattr(self, name)]
 
 
-HELP = {
-    "model": "the network: alexnet, lenet, resnet18, resnet20, resnet56, small_resnet, vgg16, or your module:function",
-    "design": 'further arguments of the function that builds the network, as JSON: {"widths": [32, 64]}',
-    "width": "factor on the width of every layer but the last",
-    "data": "the data set; idx: any in MNIST's format, images: a folder of classes, both in --data-dir",
-    "norm": "normalisation: none, weight normalisation, canonical, or the low-rank form of Tai et al.",
-    "init": "initialisation of the canonical form",
-    "linear_init": "the same for linear layers, where it differs",
-    "vector_lengths": "lengths of vectors that are drawn: unit, or those of torch's Kaiming initialisation",
-    "lambdas": "initialisation of the λ",
-    "linear_lambdas": "the same for linear layers, where it differs",
-    "rank": 'terms per layer: 64, a share of the exact rank such as 0.25, exact, paper, or JSON {"features.3": 571, …}',
-    "skip": "a layer that stays plain, by name or pattern; may be repeated",
-    "modes": "keep the tensor structure of the flattened input in the linear layer after the flatten",
-    "split_modes": "split modes of linear layers longer than this into two: 1024 outputs into 32 x 32; 0: split none",
-    "renormalize": "make vectors unit vectors after every step; otherwise normalise them in the forward pass only",
-    "trainable": "what is trained: all, or only σ and biases (λ and vectors are frozen)",
-    "optimizer": "the optimizer",
-    "lr": "learning rate",
-    "equal_angles": "learning rates by which vectors of all lengths turn by the same angle",
-    "momentum": "momentum of SGD and RMSProp",
-    "nesterov": "look ahead along the momentum of SGD",
-    "weight_decay": "weight decay",
-    "lambda_l1": "weight of λ's 1-norm over its 2-norm in the loss, which drives terms towards zero",
-    "label_smoothing": "label smoothing",
-    "dropout": "use the dropout layers of the network",
-    "schedule": "schedule of the learning rate",
-    "warmup": "epochs of linear warm-up",
-    "epochs": "epochs",
-    "batch_size": "images per step; the last step of an epoch takes the rest",
-    "drop_last": "leave out the last batch of an epoch if it is not full",
-    "seed": "seed of everything random",
-    "precision": "arithmetic; auto: bf16 on a GPU, fp32 elsewhere",
-    "augment": "augmentation; auto: crop and flip for CIFAR-10 and SVHN, else none",
-    "validation": "training images held out for choosing",
-    "early_stopping": "stop after this many epochs without a better validation (or training) loss; 0: never",
-    "keep_best": "also keep the network of the best test epoch: a choice made on test data",
-}
 NETWORK = (
     *("model", "design", "width", "data", "norm", "init", "linear_init", "vector_lengths", "lambdas", "linear_lambdas"),
     *("rank", "skip", "modes", "split_modes", "renormalize", "dropout"),
@@ -107,7 +71,7 @@ def takes_settings(*names: str) -> Callable[[Callable[..., int]], Callable[..., 
 
     The command gets them as ``options``, and as ``settings``: those that were given, by name.
     """
-    hints = get_type_hints(Config)
+    hints = get_type_hints(Config, include_extras=True)
     fields = [field for field in dataclasses.fields(Config) if not names or field.name in names]
     shared = inspect.signature(RunOptions, eval_str=True).parameters
 
@@ -130,18 +94,20 @@ def takes_settings(*names: str) -> Callable[[Callable[..., int]], Callable[..., 
 
 def _option(field: dataclasses.Field[Any], hint: Any, show_default: bool) -> inspect.Parameter:
     flag = "--" + field.name.replace("_", "-")
-    kind: Any = hint
-    if get_origin(hint) is Literal:
-        kind = _choice(field.name, get_args(hint))
+    kind, text = get_args(hint)
+    if get_origin(kind) is Literal:
+        text = f"{text}; one of {', '.join(get_args(kind))}"
+        kind = _choice(field.name, get_args(kind))
     elif field.name in ("rank", "design"):
         kind = str
     elif field.name == "skip":
         kind = list[str]
+    if show_default and field.name not in ("skip", "design"):
+        text += f"; default: {field.default if kind is not bool else 'on' if field.default else 'off'}"
     option = typer.Option(
         f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
-        help=HELP[field.name],
-        metavar="" if kind is bool else None,
-        show_default=str(field.default) if show_default and field.name not in ("skip", "design") else False,
+        help=text,
+        metavar="",  # choices and types would leave no room for the text
         rich_help_panel="The network and its data" if field.name in NETWORK else "The training",
     )
     # The default is None for "not given": then a preset, or the run that is compressed, decides.
@@ -219,16 +185,11 @@ def parse_seconds(text: str) -> float:
     >>> parse_seconds("9m"), parse_seconds("1h30m"), parse_seconds("90")
     (540.0, 5400.0, 90.0)
     """
-    units = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
-    seconds, number = 0.0, ""
-    try:
-        for letter in text + ("s" if text[-1:] not in units else ""):
-            if letter in units:
-                seconds, number = seconds + units[letter] * float(number), ""
-            else:
-                number += letter
-    except ValueError:
-        raise typer.BadParameter(f"expected a time such as 90s, 9m or 1h30m, got {text!r}") from None
-    if not 0 < seconds < float("inf"):
+    units = {"d": 86_400, "h": 3600, "m": 60, "s": 1, "": 1}
+    parts = re.findall(r"(\d+(?:\.\d+)?|\.\d+)([dhms]?)", text)
+    if "".join(number + unit for number, unit in parts) != text:
+        raise typer.BadParameter(f"expected a time such as 90s, 9m or 1h30m, got {text!r}")
+    seconds = sum(float(number) * units[unit] for number, unit in parts)
+    if not seconds:
         raise typer.BadParameter(f"expected a time > 0, got {text!r}")
     return seconds

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +13,10 @@ from cpnorm.lab.cli.options import Checkpoints, DataDir, Device, Json, TimeLimit
 from cpnorm.lab.cli.run_command import DONE, STOPPED, announce_warnings, messages, print_json
 from cpnorm.lab.cli.watch import duration
 from cpnorm.lab.paper import protocols
+
+if TYPE_CHECKING:
+    from cpnorm.lab.paper.jobs import Job
+    from cpnorm.lab.paper.tables import LayerRank
 
 
 def reproduce(
@@ -79,19 +84,32 @@ def reproduce(
         runs = [{"row": job.row.key, "seed": job.seed} for job in left]
         print_json({"missing": runs + [{"row": row, "seed": seed} for row, seed in layers]})
     else:
-        retrain = jobs.networks_to_retrain(left, store.done(), work)
-        if dry_run:
-            for row, seed_names, seconds in progress.missing_rows(left):
-                typer.echo(f"{row}: {seed_names}, about {duration(seconds)}")
-            for row, seed_names, seconds in progress.missing_rows(retrain):
-                typer.echo(f"{row}: {seed_names} again, about {duration(seconds)}: the network is not in {work}")
-            for (table, seed), missing in ranks.items():
-                typer.echo(f"{table}: ranks of {', '.join(layer.layer for layer in missing)}, seed {seed}")
-        work_left = duration(sum(progress.expected_seconds(job) for job in (*left, *retrain)))
-        typer.echo(f"{len(left)} runs are missing, about {work_left} on one H200" if left else "no run is missing")
-        if layers:
-            typer.echo(f"the ranks of {len(layers)} layers are missing, which take minutes each on a CPU")
+        _tell_missing(left, jobs.networks_to_retrain(left, store.done(), work), ranks, work, in_detail=dry_run)
     return STOPPED if (left or layers) and not dry_run else DONE
+
+
+def _tell_missing(
+    left: Sequence[Job],
+    retrain: Sequence[Job],
+    ranks: Mapping[tuple[str, int], Sequence[LayerRank]],
+    work: Path,
+    *,
+    in_detail: bool,
+) -> None:
+    """Print how many runs and ranks are missing, with the time they take; in detail, also which."""
+    from cpnorm.lab.paper import progress
+
+    if in_detail:
+        for row, seed_names, seconds in progress.missing_rows(left):
+            typer.echo(f"{row}: {seed_names}, about {duration(seconds)}")
+        for row, seed_names, seconds in progress.missing_rows(retrain):
+            typer.echo(f"{row}: {seed_names} again, about {duration(seconds)}: the network is not in {work}")
+        for (table, seed), missing in ranks.items():
+            typer.echo(f"{table}: ranks of {', '.join(layer.layer for layer in missing)}, seed {seed}")
+    work_left = duration(sum(progress.expected_seconds(job) for job in (*left, *retrain)))
+    typer.echo(f"{len(left)} runs are missing, about {work_left} on one H200" if left else "no run is missing")
+    if count := sum(map(len, ranks.values())):
+        typer.echo(f"the ranks of {count} layers are missing, which take minutes each on a CPU")
 
 
 def report(

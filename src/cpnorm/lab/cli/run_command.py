@@ -28,12 +28,7 @@ Start = Callable[["RunFolder", Watch], "Trainer"]
 
 
 def execute_run(
-    out: Path,
-    config: Config,
-    start: Start,
-    options: RunOptions,
-    *,
-    extra: dict[str, Any] | None = None,
+    out: Path, config: Config, start: Start, options: RunOptions, *, extra: dict[str, Any] | None = None
 ) -> int:
     """Start or resume a run, train it to its end or a stop, and print the result; return the exit code."""
     from cpnorm.lab.cli.observers import OBSERVERS

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from cpnorm.lab.cli.options import DataDir, Device, Json, Run, RunOptions, changed, parse_rank, takes_settings
+from cpnorm.lab.cli.options import BUDGET, DataDir, Device, Json, Run, RunOptions, changed, parse_rank, takes_settings
 from cpnorm.lab.cli.run_command import execute_run, messages, print_json
 from cpnorm.lab.cli.watch import Watch
 from cpnorm.lab.paper import protocols
 from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.truncation import Truncation
+
+CUT = "The truncation"  # a panel of the help
 
 # Modules that import torch are imported inside the commands, so that help and completion are quick.
 if TYPE_CHECKING:
@@ -30,8 +32,7 @@ def train(
     preset: Annotated[
         str | None,
         typer.Option(
-            help="start from the settings of a row of the paper or of ours, such as cifar10/cp-sgd; "
-            "an unknown row lists all of them"
+            help="start from the settings of a row of the paper or of ours, such as cifar10/cp-sgd; list shows them all"
         ),
     ] = None,
     protocol: Annotated[
@@ -84,18 +85,37 @@ def preset_config(key: str, protocol: str = "words") -> Config:
 def compress(
     run: Run,
     out: Annotated[Path, typer.Option(help="folder of the new run")],
-    rate: Annotated[float | None, typer.Option(help="share of its terms that every layer loses")] = None,
-    ranks: Annotated[str | None, typer.Option(help='terms a layer keeps: 64, or JSON {"features.3": 64, …}')] = None,
-    params: Annotated[int | None, typer.Option(help="parameters the network may keep")] = None,
-    flops: Annotated[int | None, typer.Option(help="FLOPs the network may take for one image")] = None,
-    energy: Annotated[float | None, typer.Option(help="share of the layers' energy to keep, such as 0.99")] = None,
-    loss: Annotated[float | None, typer.Option(help="how much the loss on training images may grow")] = None,
-    criterion: Annotated[str, typer.Option(help="how terms are ranked: lambda, gram or taylor")] = "lambda",
-    refit: Annotated[str, typer.Option(help="how kept terms are refitted: none, lambdas, als or outputs")] = "none",
-    images: Annotated[int, typer.Option(min=0, help="training images that the truncation may use")] = 0,
-    layer: Annotated[list[str] | None, typer.Option(help="truncate this layer only; may be repeated")] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="share of its terms that every layer loses", rich_help_panel=BUDGET)
+    ] = None,
+    ranks: Annotated[
+        str | None, typer.Option(help='terms a layer keeps: 64, or JSON {"features.3": 64, …}', rich_help_panel=BUDGET)
+    ] = None,
+    params: Annotated[int | None, typer.Option(help="parameters the network may keep", rich_help_panel=BUDGET)] = None,
+    flops: Annotated[
+        int | None, typer.Option(help="FLOPs the network may take for one image", rich_help_panel=BUDGET)
+    ] = None,
+    energy: Annotated[
+        float | None, typer.Option(help="share of the layers' energy to keep, such as 0.99", rich_help_panel=BUDGET)
+    ] = None,
+    loss: Annotated[
+        float | None, typer.Option(help="how much the loss on training images may grow", rich_help_panel=BUDGET)
+    ] = None,
+    criterion: Annotated[
+        str, typer.Option(help="how terms are ranked: lambda, gram or taylor", rich_help_panel=CUT)
+    ] = "lambda",
+    refit: Annotated[
+        str, typer.Option(help="how kept terms are refitted: none, lambdas, als or outputs", rich_help_panel=CUT)
+    ] = "none",
+    images: Annotated[
+        int, typer.Option(min=0, help="training images that the truncation may use", rich_help_panel=CUT)
+    ] = 0,
+    layer: Annotated[
+        list[str] | None, typer.Option(help="truncate this layer only; may be repeated", rich_help_panel=CUT)
+    ] = None,
     start_epoch: Annotated[
-        str, typer.Option(help="network to start from: last, or best-test, which --keep-best has kept")
+        str,
+        typer.Option(help="network to start from: last, or best-test, which --keep-best has kept", rich_help_panel=CUT),
     ] = "last",
     *,
     options: RunOptions,

@@ -32,6 +32,11 @@ def digest(*splits: tuple[Tensor, Tensor]) -> str:
     return found.hexdigest()
 
 
+def is_official(data: ImageSet) -> bool:
+    """Return True if every pixel and label is that of the official set of this name."""
+    return data.sha256 == OFFICIAL.get(data.name)
+
+
 def describe_difference(data: ImageSet) -> str | None:
     """Return how a data set differs from the official one of its name; None if it is that one.
 

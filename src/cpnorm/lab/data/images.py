@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import platformdirs
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import Dataset, IterableDataset
 
-from cpnorm.lab.data.digests import OFFICIAL, digest
+from cpnorm.lab.data.digests import digest
 from cpnorm.lab.data.image_folder import read_image_folder
 from cpnorm.lab.data.official import LAYOUTS, Layout, Split
 
@@ -155,30 +153,6 @@ def data_folders(data_dir: str | Path | None = None) -> list[Path]:
     return [Path(folder).expanduser() for folder in given if folder] + [platformdirs.user_cache_path("cpnorm", False)]
 
 
-@dataclass(frozen=True)
-class Check:
-    """The content of a data set's folder, and whether its pixels and labels are those of the official set."""
-
-    name: str
-    folder: Path | None  # None: embedded
-    train: int
-    test: int
-    sha256: str
-
-    @property
-    def genuine(self) -> bool:
-        """Return True if every pixel and label is that of the official set."""
-        return self.sha256 == OFFICIAL.get(self.name)
-
-
-def check(name: str, data_dir: str | Path | None = None) -> Check:
-    """Read a data set as ``load`` does and compare its content, whatever its packing, with the official one."""
-    if name in ("idx", "images"):
-        raise ValueError(f"{name} is any data set of this format: there is no official one to compare it with")
-    data = load(name, data_dir)
-    return Check(name, data.folder, len(data.train_labels), len(data.test_labels), data.sha256)
-
-
 # Sets that need no official files -------------------------------------------------------------------------------------
 
 
@@ -194,71 +168,6 @@ def embedded_digits() -> tuple[Split, Split]:
     place = np.array([np.count_nonzero(labels[:i] == label) for i, label in enumerate(labels)])  # within its class
     test = place % 5 == 4
     return (pixels[~test], labels[~test]), (pixels[test], labels[test])
-
-
-def from_dataset(
-    train: Dataset[Any],
-    test: Dataset[Any],
-    *,
-    name: str = "custom",
-    classes: Sequence[str] | None = None,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-) -> ImageSet:
-    """Read two datasets of (image, label) pairs into memory; statistics not given are those of ``train``.
-
-    An image is a PIL image, an array (H, W) or (H, W, C), or a tensor (H, W) or (C, H, W); bytes, or floats in [0, 1].
-    """
-    train_images, train_labels = _stacked(train)
-    test_images, test_labels = _stacked(test)
-    if train_images.shape[1:] != test_images.shape[1:]:
-        shapes = tuple(train_images.shape[1:]), tuple(test_images.shape[1:])
-        raise ValueError(f"expected test images of the shape of the training images, {shapes[0]}, got {shapes[1]}")
-    largest = int(max(train_labels.max(), test_labels.max()))
-    classes = tuple(map(str, range(largest + 1))) if classes is None else tuple(classes)
-    if largest >= len(classes):
-        raise ValueError(f"expected labels from 0 to {len(classes) - 1}, got {largest}")
-    counts = torch.stack([channel.flatten().bincount(minlength=256) for channel in train_images.unbind(1)]).double()
-    weights, values = counts / counts.sum(1, keepdim=True), torch.arange(256.0, dtype=torch.float64)
-    means = weights @ values
-    deviations = (weights @ values.square() - means.square()).clamp_min(0).sqrt()
-    mean = means.tolist() if mean is None else mean
-    std = [d or 1.0 for d in deviations.tolist()] if std is None else std  # a constant channel is only shifted
-    tensors = (train_images, train_labels, test_images, test_labels)
-    sha256 = digest(tensors[:2], tensors[2:])
-    return ImageSet(name, *tensors, tuple(mean), tuple(std), classes, sha256)
-
-
-def _stacked(dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:  # (N, C, H, W) uint8, (N,) int64
-    samples: Iterable[Any]
-    samples = dataset if isinstance(dataset, IterableDataset) else (dataset[i] for i in range(len(dataset)))  # type: ignore[arg-type]
-    images, labels = [], []
-    for index, (image, label) in enumerate(samples):
-        try:
-            images.append(_pixels(image))
-            labels.append(operator.index(label.item() if hasattr(label, "item") else label))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"sample {index}: {error}") from error
-        if images[-1].shape != images[0].shape or labels[-1] < 0:
-            got = f"{tuple(images[-1].shape)} with label {labels[-1]}"
-            raise ValueError(f"sample {index}: expected shape {tuple(images[0].shape)} and a label >= 0, got {got}")
-    if not images:
-        raise ValueError("expected at least one sample, got an empty dataset")
-    return torch.stack(images), torch.tensor(labels)
-
-
-def _pixels(image: Any) -> Tensor:  # -> (C, H, W) uint8
-    pixels = image if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
-    if pixels.ndim not in (2, 3):
-        raise ValueError(f"expected an image of 2 or 3 dimensions, got {pixels.ndim}")
-    if pixels.ndim == 2:
-        pixels = pixels[None]
-    elif not isinstance(image, Tensor):
-        pixels = pixels.permute(2, 0, 1)
-    top = 1 if pixels.is_floating_point() else 255
-    if not 0 <= pixels.min() <= pixels.max() <= top:
-        raise ValueError(f"expected {pixels.dtype} pixels from 0 to {top}, got {pixels.min()} to {pixels.max()}")
-    return (pixels * 255).round().to(torch.uint8) if pixels.is_floating_point() else pixels.to(torch.uint8)
 
 
 # On the device, in batch ----------------------------------------------------------------------------------------------

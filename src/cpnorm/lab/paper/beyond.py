@@ -142,67 +142,67 @@ MNIST_ROWS = (
 
 def _changed(key: str, name: str, variant_of: str, **changes: Any) -> Row:
     """Return a row of the paper with something changed, which may explain a difference."""
-    return Row(f"checks/{key}", name, paper.row(variant_of).config.replace(**changes), None, variant_of=variant_of)
+    return Row(key, name, paper.row(variant_of).config.replace(**changes), None, variant_of=variant_of)
 
 
 def _longer(key: str, variant_of: str) -> Row:
     row, name = paper.row(variant_of), "60 epochs of fine-tuning"
     tuning = {**row.tuning, "epochs": 60}
-    return replace(row, key=f"checks/{key}", name=name, published=None, tuning=tuning, variant_of=variant_of)
+    return replace(row, key=key, name=name, published=None, tuning=tuning, variant_of=variant_of)
 
 
 def _cut_from(start: Row, key: str, variant_of: str) -> Row:
     """Return a compression with the change of its start, before the cut and after it."""
     change: dict[str, Any] = {"name": f"{start.name}, before the cut and after it", "config": start.config}
     change |= {"starts_from": start.key, "variant_of": variant_of}
-    return replace(paper.row(variant_of), key=f"checks/{key}", published=None, **change)
+    return replace(paper.row(variant_of), key=key, published=None, **change)
 
 
 # The paper gives neither batch nor momentum. An older version of its code has 128 and 0.6: steps 1.25 times ours.
 MOMENTUM: dict[str, Any] = {"name": "batch 128, momentum 0.6", "batch_size": 128, "momentum": 0.6}
-CP_MOMENTUM = _changed("cp-sgd-momentum", variant_of="cifar10/cp-sgd", **MOMENTUM)
+CP_MOMENTUM = _changed("checks/cp-sgd-momentum", variant_of="cifar10/cp-sgd", **MOMENTUM)
 # 50,000 images are 781 batches of 64 and one of 16, whose step, with twice the noise, is the last before a test.
 DROP_LAST: dict[str, Any] = {"name": "whole batches alone", "drop_last": True}
 # The authors' code never divides the vectors in place: they grow, and the same steps turn them less and less.
 FREE: dict[str, Any] = {"name": "never renormalised", "renormalize": False}
-MNIST_FREE = _changed("mnist-cp-free", variant_of="mnist/cp-rmsprop", **FREE)
+MNIST_FREE = _changed("checks/mnist-cp-free", variant_of="mnist/cp-rmsprop", **FREE)
 ANGLES_ALIKE: dict[str, Any] = {"name": "equal angles", "equal_angles": True}
 
 CHECK_ROWS = (
-    _changed("none-sgd-drop-last", variant_of="cifar10/none-sgd", **DROP_LAST),
-    _changed("weight-sgd-drop-last", variant_of="cifar10/weight-sgd", **DROP_LAST),
-    _changed("cp-sgd-drop-last", variant_of="cifar10/cp-sgd", **DROP_LAST),
-    _changed("none-sgd-momentum", variant_of="cifar10/none-sgd", **MOMENTUM),
-    _changed("weight-sgd-momentum", variant_of="cifar10/weight-sgd", **MOMENTUM),
+    _changed("checks/none-sgd-drop-last", variant_of="cifar10/none-sgd", **DROP_LAST),
+    _changed("checks/weight-sgd-drop-last", variant_of="cifar10/weight-sgd", **DROP_LAST),
+    _changed("checks/cp-sgd-drop-last", variant_of="cifar10/cp-sgd", **DROP_LAST),
+    _changed("checks/none-sgd-momentum", variant_of="cifar10/none-sgd", **MOMENTUM),
+    _changed("checks/weight-sgd-momentum", variant_of="cifar10/weight-sgd", **MOMENTUM),
     CP_MOMENTUM,
-    _cut_from(CP_MOMENTUM, "compress-25-momentum", "compress-cifar10/25"),
-    _cut_from(CP_MOMENTUM, "compress-50-momentum", "compress-cifar10/50"),
-    _changed("cp-sgd-free", variant_of="cifar10/cp-sgd", **FREE),
-    _changed("cp-rmsprop-free", variant_of="cifar10/cp-rmsprop", **FREE),
+    _cut_from(CP_MOMENTUM, "checks/compress-25-momentum", "compress-cifar10/25"),
+    _cut_from(CP_MOMENTUM, "checks/compress-50-momentum", "compress-cifar10/50"),
+    _changed("checks/cp-sgd-free", variant_of="cifar10/cp-sgd", **FREE),
+    _changed("checks/cp-rmsprop-free", variant_of="cifar10/cp-rmsprop", **FREE),
     MNIST_FREE,
-    _cut_from(MNIST_FREE, "compress-mnist-10-free", "compress-mnist/10"),
-    _cut_from(MNIST_FREE, "compress-mnist-25-free", "compress-mnist/25"),
-    _changed("cp-rmsprop-angles", variant_of="cifar10/cp-rmsprop", **ANGLES_ALIKE),
-    _changed("mnist-cp-angles", variant_of="mnist/cp-rmsprop", **ANGLES_ALIKE),
+    _cut_from(MNIST_FREE, "checks/compress-mnist-10-free", "compress-mnist/10"),
+    _cut_from(MNIST_FREE, "checks/compress-mnist-25-free", "compress-mnist/25"),
+    _changed("checks/cp-rmsprop-angles", variant_of="cifar10/cp-rmsprop", **ANGLES_ALIKE),
+    _changed("checks/mnist-cp-angles", variant_of="mnist/cp-rmsprop", **ANGLES_ALIKE),
     # All rows are trained in bfloat16 on a GPU, the authors' on a V100 with torch 1.7: in float32. TF32 has 10 bits of
     # fraction instead of 7 and stores float32, at seven times the peak rate of float32.
-    _changed("none-sgd-tf32", "TF32", "cifar10/none-sgd", precision="tf32"),
-    _changed("cp-sgd-tf32", "TF32", "cifar10/cp-sgd", precision="tf32"),
-    _changed("adam-tf32", "TF32", ADAM.key, precision="tf32"),
-    _changed("cp-sgd-float32", "float32", "cifar10/cp-sgd", precision="fp32"),
+    _changed("checks/none-sgd-tf32", "TF32", "cifar10/none-sgd", precision="tf32"),
+    _changed("checks/cp-sgd-tf32", "TF32", "cifar10/cp-sgd", precision="tf32"),
+    _changed("checks/adam-tf32", "TF32", ADAM.key, precision="tf32"),
+    _changed("checks/cp-sgd-float32", "float32", "cifar10/cp-sgd", precision="fp32"),
     # The published row is said to be stopped early; its accuracy is higher than ours when we do.
-    _changed("plain-rmsprop", "never stopped", "cifar10/none-rmsprop", early_stopping=0, validation=0),
+    _changed("checks/plain-rmsprop", "never stopped", "cifar10/none-rmsprop", early_stopping=0, validation=0),
     # One published start overshoots in its first steps, and one of our eight runs never recovered from them.
     _changed(
-        "kaiming-normal-warmup",
+        "checks/kaiming-normal-warmup",
         "one epoch of warm-up, stopped after 20",
         "init-sgd/kaiming-normal",
         warmup=1,
         epochs=20,
     ),
     # Accuracy still rises in the last of the paper's 20 epochs of fine-tuning.
-    _longer("compress-25-longer", "compress-cifar10/25"),
-    _longer("compress-50-longer", "compress-cifar10/50"),
+    _longer("checks/compress-25-longer", "compress-cifar10/25"),
+    _longer("checks/compress-50-longer", "compress-cifar10/50"),
 )
 
 # Controls of our own headlines: a plain network with the same two stages, with and without dropout, and no cut.
@@ -218,11 +218,6 @@ CONTROL_ROWS = (
 )
 
 
-def _claim(key: str, name: str, variant_of: str, **changes: Any) -> Row:
-    """Return a row of the paper with something changed, on which one of its sentences can be tested."""
-    return replace(_changed("", name, variant_of, **changes), key=f"claims/{key}")
-
-
 def _rate_of(variant_of: str, lr: float) -> Row:
     """Return a compression with another learning rate; 5,000 training images are held out to choose among them."""
     row = paper.row(variant_of)
@@ -231,27 +226,28 @@ def _rate_of(variant_of: str, lr: float) -> Row:
     return replace(row, key=key, name=name, published=None, tuning=tuning, variant_of=variant_of)
 
 
-NORMS = ("none", "weight", "cp")
 CLAIM_ROWS = (
     # "We study the initialization … the power method": against alternating least squares as a start.
-    _claim("als-sgd", "from alternating least squares", "cifar10/cp-sgd", init="als"),
-    _claim("als-mnist", "from alternating least squares", "mnist/cp-sgd", init="als"),
+    _changed("claims/als-sgd", "from alternating least squares", "cifar10/cp-sgd", init="als"),
+    _changed("claims/als-mnist", "from alternating least squares", "mnist/cp-sgd", init="als"),
     # "RMSprop … unstable" at higher learning rates than the 0.0001 of SVHN, which normalisation is to mend.
-    *(_claim(f"svhn-{norm}-lr-0.001", "learning rate 0.001", f"svhn/{norm}-rmsprop", lr=0.001) for norm in NORMS),
+    _changed("claims/svhn-none-lr-0.001", "learning rate 0.001", "svhn/none-rmsprop", lr=0.001),
+    _changed("claims/svhn-weight-lr-0.001", "learning rate 0.001", "svhn/weight-rmsprop", lr=0.001),
+    _changed("claims/svhn-cp-lr-0.001", "learning rate 0.001", "svhn/cp-rmsprop", lr=0.001),
     # "We chose the learning rates based on the validation accuracy after 20 epochs."
     *(_rate_of(f"compress-cifar10/{cut}", lr) for cut in (25, 50, 75) for lr in (0.0001, 0.001, 0.01)),
 )
 
 TABLES = (
-    Table("beyond-cifar10", "Low rank from the start, AlexNet-like on CIFAR-10", "", rows=CIFAR10_ROWS),
-    Table("beyond-batch", "Adam: batch size and renormalisation, CIFAR-10", "", rows=(ADAM_64, ADAM_FREE)),
-    Table("beyond-compress", "λ-truncation of the Adam-trained network, CIFAR-10", "", rows=COMPRESS_ROWS),
-    Table("beyond-criteria", "What to cut, and how to refit: 90 % of the parameters, CIFAR-10", "", rows=CRITERIA_ROWS),
-    Table("beyond-cut", "Cut, fine-tuned and cut again, CIFAR-10", "", rows=CUT_ROWS),
-    Table("checks", "What may explain a difference from the paper", "", rows=CHECK_ROWS),
-    Table("controls", "Controls: plain networks with the same two stages, CIFAR-10", "", rows=CONTROL_ROWS),
-    Table("claims", "Sentences of the paper that its tables do not test", "", rows=CLAIM_ROWS),
-    Table("beyond-mnist", "Low rank from the start, LeNet-like on MNIST", "", rows=MNIST_ROWS),
+    Table("beyond-cifar10", "Low rank from the start, AlexNet-like on CIFAR-10", rows=CIFAR10_ROWS),
+    Table("beyond-batch", "Adam: batch size and renormalisation, CIFAR-10", rows=(ADAM_64, ADAM_FREE)),
+    Table("beyond-compress", "λ-truncation of the Adam-trained network, CIFAR-10", rows=COMPRESS_ROWS),
+    Table("beyond-criteria", "What to cut, and how to refit: 90 % of the parameters, CIFAR-10", rows=CRITERIA_ROWS),
+    Table("beyond-cut", "Cut, fine-tuned and cut again, CIFAR-10", rows=CUT_ROWS),
+    Table("checks", "What may explain a difference from the paper", rows=CHECK_ROWS),
+    Table("controls", "Controls: plain networks with the same two stages, CIFAR-10", rows=CONTROL_ROWS),
+    Table("claims", "Sentences of the paper that its tables do not test", rows=CLAIM_ROWS),
+    Table("beyond-mnist", "Low rank from the start, LeNet-like on MNIST", rows=MNIST_ROWS),
 )
 
 

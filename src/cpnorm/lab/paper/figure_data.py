@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
 
 import cpnorm
+from cpnorm.lab.training.evaluation import prepared
 from cpnorm.lab.training.trainer import Trainer
 
 EXPLORED_RATES = (0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.85, 0.9, 0.95, 0.99)
@@ -48,7 +47,12 @@ def explore(trainer: Trainer) -> dict[str, Any]:
         cpnorm.truncate(small, rate=rate, criterion="lambda", refit="none")
         _, accuracy = trainer.evaluate(trainer.data.test_images, trainer.data.test_labels, small)
         accuracies.append(round(accuracy, 2))
-    flops = term_flops(whole, trainer.prepare(trainer.data.test_images[:1]))
+    through_factors = copy.deepcopy(whole)
+    for layer in cpnorm.canonical_layers(through_factors).values():
+        layer.path = "factors"
+    image = prepared(trainer.data.test_images[:1], trainer.data)
+    summary = cast(cpnorm.Summary, cpnorm.summary(through_factors.eval(), image))
+    flops = {row.name: row.flops or 0 for row in summary.layers}
     layers = {}
     for name, layer in cpnorm.canonical_layers(whole).items():
         sizes = layer.lambdas.detach().abs().sort(descending=True).values.cpu()
@@ -60,23 +64,3 @@ def explore(trainer: Trainer) -> dict[str, Any]:
             "flops_per_term": flops[name] // layer.rank,
         }
     return {"rates": list(EXPLORED_RATES), "accuracy": accuracies, "layers": layers}
-
-
-@torch.no_grad()
-def term_flops(model: nn.Module, image: torch.Tensor) -> dict[str, int]:
-    """Return the FLOPs of each canonical layer through its factors, for one image."""
-    flops: dict[str, int] = {}
-
-    def count(name: str) -> Callable[..., None]:
-        def hook(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            assert isinstance(layer, cpnorm.CPLayer)
-            flops[name] = layer.plan(inputs[0].shape, training=False).factors.flops
-
-        return hook
-
-    handles = [layer.register_forward_pre_hook(count(n)) for n, layer in cpnorm.canonical_layers(model).items()]
-    model.eval()(image)
-    model.train()
-    for handle in handles:
-        handle.remove()
-    return flops

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from cpnorm.lab.paper import beyond, records
+from cpnorm.lab.paper import beyond, smallest
 from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.paper.tables import Row, Table
 
@@ -47,12 +47,12 @@ class Protocol:
         return {row.key: row for table in self.tables.values() for row in table.rows}
 
     def row(self, key: str) -> Row:
-        """Return the row of this key; raise with the keys there are."""
+        """Return the row of this key; raise with the keys that are like it or, if none is, with all of them."""
         rows = self.rows()
         if key not in rows:
-            close = difflib.get_close_matches(key, rows, n=1)
-            hint = f"; did you mean {close[0]}?" if close else "."
-            raise ValueError(f"no row is named {key!r}{hint} The rows are {', '.join(rows)}")
+            close = difflib.get_close_matches(key, rows)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"the rows are {', '.join(rows)}"
+            raise ValueError(f"no row is named {key!r}: {hint}")
         return rows[key]
 
     def find_tables(self, keys: Sequence[str]) -> list[Table]:
@@ -72,14 +72,14 @@ class Protocol:
 
 
 def _ordered() -> dict[str, Table]:
-    tables = {table.key: table for table in paper.tables()}
+    tables = {table.key: table for table in paper.TABLES}
     return {key: tables[key] for key in (*ORDER, *(key for key, table in tables.items() if table.ranks))}
 
 
 WORDS = Protocol(
     "words",
-    _ordered() | {table.key: table for table in (*beyond.TABLES, *records.TABLES)},
-    on_request=frozenset(table.key for table in (*beyond.TABLES, *records.TABLES)),
+    _ordered() | {table.key: table for table in (*beyond.TABLES, *smallest.TABLES)},
+    on_request=frozenset(table.key for table in (*beyond.TABLES, *smallest.TABLES)),
 )
 
 # --- "code" -----------------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ ARM_ROWS = (
     *map(_float32, ("init-adam/kaiming-normal", "compress-cifar10/50", "compress-mnist/25", "compress-svhn/50")),
     _float32("tai/canonical-91"),
 )
-ARMS = Table("arms", "Second arms of the protocol code", "", rows=ARM_ROWS)
+ARMS = Table("arms", "Second arms of the protocol code", rows=ARM_ROWS)
 
 
 def _code_tables() -> dict[str, Table]:

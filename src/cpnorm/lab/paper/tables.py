@@ -73,7 +73,6 @@ class Table:
 
     key: str
     title: str
-    label: str  # in the paper's source
     ranks: tuple[LayerRank, ...] = ()
     rows: tuple[Row, ...] = ()
     counted: tuple[str, ...] | None = None  # the layers whose parameters it counts; None: the whole network
@@ -90,12 +89,10 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of the paper: what it shows, and the row and layer it is redrawn from."""
+    """One figure of the paper, and the row and layer it is redrawn from."""
 
     key: str
     title: str
-    label: str
-    shows: str
     row: str | None = None
     layer: str | None = None
     published: Histogram | None = None
@@ -162,7 +159,7 @@ def _copy(key: str, name: str, source: Row, published: Published) -> Row:
 
 
 def _cut(
-    key: str, source: Row, truncation: Truncation, lr: float, published: Published, name: str = "", **tuning: Any
+    key: str, source: Row, cut: float | Truncation, lr: float, published: Published, name: str = "", **tuning: Any
 ) -> Row:
     """Return a row that truncates and fine-tunes a network of another row; its name is the percentage in the key."""
     return Row(
@@ -171,7 +168,7 @@ def _cut(
         source.config,
         published,
         starts_from=source.key,
-        truncation=truncation,
+        truncation=Truncation(rate=cut) if isinstance(cut, float) else cut,
         tuning={"optimizer": "sgd", "lr": lr, "epochs": 20, "schedule": "constant"} | tuning,
     )
 
@@ -217,9 +214,9 @@ INIT_ADAM_ROWS = (
 
 COMPRESS_CIFAR10_ROWS = (
     _copy("compress-cifar10/0", "0 %", CIFAR10_CP, Published(89.05, 88.32, 0.21, 9.25e6)),
-    _cut("compress-cifar10/25", CIFAR10_CP, Truncation(rate=0.25), 0.0001, Published(89.12, 89.10, 0.02, 6.93e6)),
-    _cut("compress-cifar10/50", CIFAR10_CP, Truncation(rate=0.50), 0.001, Published(87.93, 87.79, 0.05, 4.62e6)),
-    _cut("compress-cifar10/75", CIFAR10_CP, Truncation(rate=0.75), 0.01, Published(81.61, 81.25, 0.28, 2.31e6)),
+    _cut("compress-cifar10/25", CIFAR10_CP, 0.25, 0.0001, Published(89.12, 89.10, 0.02, 6.93e6)),
+    _cut("compress-cifar10/50", CIFAR10_CP, 0.50, 0.001, Published(87.93, 87.79, 0.05, 4.62e6)),
+    _cut("compress-cifar10/75", CIFAR10_CP, 0.75, 0.01, Published(81.61, 81.25, 0.28, 2.31e6)),
 )
 TAI_ROWS = (
     _copy("tai/low-rank-0", "low-rank, 0 %", CIFAR10_NONE, Published(None, 85.11, None, 2.25e6)),
@@ -243,50 +240,30 @@ TAI_ROWS = (
 )
 COMPRESS_SVHN_ROWS = (
     _copy("compress-svhn/0", "0 %", SVHN_CP, Published(95.62, 94.82, 0.30, 9.25e6)),
-    _cut("compress-svhn/25", SVHN_CP, Truncation(rate=0.25), 0.0001, Published(95.30, 95.27, 0.01, 6.93e6)),
-    _cut("compress-svhn/50", SVHN_CP, Truncation(rate=0.50), 0.001, Published(95.42, 95.36, 0.03, 4.62e6)),
-    _cut("compress-svhn/75", SVHN_CP, Truncation(rate=0.75), 0.01, Published(94.19, 93.75, 0.14, 2.31e6)),
+    _cut("compress-svhn/25", SVHN_CP, 0.25, 0.0001, Published(95.30, 95.27, 0.01, 6.93e6)),
+    _cut("compress-svhn/50", SVHN_CP, 0.50, 0.001, Published(95.42, 95.36, 0.03, 4.62e6)),
+    _cut("compress-svhn/75", SVHN_CP, 0.75, 0.01, Published(94.19, 93.75, 0.14, 2.31e6)),
 )
+RMSPROP = {"optimizer": "rmsprop"}
 COMPRESS_MNIST_ROWS = (
     _copy("compress-mnist/0", "0 %", MNIST_CP, Published(99.35, 99.21, 0.05, 1.22e6)),
-    _cut(
-        "compress-mnist/10",
-        MNIST_CP,
-        Truncation(rate=0.10),
-        0.001,
-        Published(99.23, 99.18, 0.01, 1.10e6),
-        optimizer="rmsprop",
-    ),
-    _cut(
-        "compress-mnist/25",
-        MNIST_CP,
-        Truncation(rate=0.25),
-        0.001,
-        Published(98.83, 98.80, 0.02, 0.91e6),
-        optimizer="rmsprop",
-    ),
-    _cut(
-        "compress-mnist/50",
-        MNIST_CP,
-        Truncation(rate=0.50),
-        0.001,
-        Published(97.56, 97.55, 0.02, 0.61e6),
-        optimizer="rmsprop",
-    ),
+    _cut("compress-mnist/10", MNIST_CP, 0.10, 0.001, Published(99.23, 99.18, 0.01, 1.10e6), **RMSPROP),
+    _cut("compress-mnist/25", MNIST_CP, 0.25, 0.001, Published(98.83, 98.80, 0.02, 0.91e6), **RMSPROP),
+    _cut("compress-mnist/50", MNIST_CP, 0.50, 0.001, Published(97.56, 97.55, 0.02, 0.61e6), **RMSPROP),
 )
 
 TABLES = (
-    Table("alexnet-ranks", "Ranks of the AlexNet-like network", "tab:alexnet_rank", ranks=ALEXNET_RANKS),
-    Table("cifar10", "AlexNet-like on CIFAR-10", "tab:cifar10_alexnet", rows=CIFAR10_ROWS),
-    Table("svhn", "AlexNet-like on SVHN", "tab:SVHN_alexnet", rows=SVHN_ROWS),
-    Table("lenet-ranks", "Ranks of the LeNet-like network", "tab:leNet-Rank", ranks=LENET_RANKS),
-    Table("mnist", "LeNet-like on MNIST", "tab:LeNetMnist", rows=MNIST_ROWS),
-    Table("init-sgd", "Initialisation with SGD, λ = 1, CIFAR-10", "tab:init_alexnet", rows=INIT_SGD_ROWS),
-    Table("init-adam", "Initialisation with Adam, λ ~ N(0, 1), CIFAR-10", "tab:init_alexnet_ADAM", rows=INIT_ADAM_ROWS),
-    Table("compress-cifar10", "Compression on CIFAR-10", "tab:AlexNet-CIFAR10-compression", rows=COMPRESS_CIFAR10_ROWS),
-    Table("tai", "Against Tai et al. on CIFAR-10", "tab:Tai-compare-compression", rows=TAI_ROWS, counted=TAI_LAYERS),
-    Table("compress-svhn", "Compression on SVHN", "tab:alexnet-svhn-compression", rows=COMPRESS_SVHN_ROWS),
-    Table("compress-mnist", "Compression on MNIST", "tab:LeNet-Mnist-compression", rows=COMPRESS_MNIST_ROWS),
+    Table("alexnet-ranks", "Ranks of the AlexNet-like network", ranks=ALEXNET_RANKS),
+    Table("cifar10", "AlexNet-like on CIFAR-10", rows=CIFAR10_ROWS),
+    Table("svhn", "AlexNet-like on SVHN", rows=SVHN_ROWS),
+    Table("lenet-ranks", "Ranks of the LeNet-like network", ranks=LENET_RANKS),
+    Table("mnist", "LeNet-like on MNIST", rows=MNIST_ROWS),
+    Table("init-sgd", "Initialisation with SGD, λ = 1, CIFAR-10", rows=INIT_SGD_ROWS),
+    Table("init-adam", "Initialisation with Adam, λ ~ N(0, 1), CIFAR-10", rows=INIT_ADAM_ROWS),
+    Table("compress-cifar10", "Compression on CIFAR-10", rows=COMPRESS_CIFAR10_ROWS),
+    Table("tai", "Against Tai et al. on CIFAR-10", rows=TAI_ROWS, counted=TAI_LAYERS),
+    Table("compress-svhn", "Compression on SVHN", rows=COMPRESS_SVHN_ROWS),
+    Table("compress-mnist", "Compression on MNIST", rows=COMPRESS_MNIST_ROWS),
 )
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -307,20 +284,16 @@ LAMBDAS_AFTER = Histogram(
     _counts("1 1 2 7 11 20 26 33 100 111 126 223 234 61 9 10 63 182 191 142 112 114 51 39 35 21 14 4 3 2"),
 )
 FIGURES = (
-    Figure("samples", "Samples of CIFAR-10, SVHN and MNIST", "fig:data", "25 random training images of each data set"),
+    Figure("samples", "Samples of CIFAR-10, SVHN and MNIST"),
     Figure(
         "lambda-progress",
         "σ and λ during training, first layer of the LeNet-like network",
-        "fig:lambda_plot",
-        "fast change first, none at the end, and clear differences between the 11 terms; dashed where a λ shrinks",
         row="mnist/cp-sgd",
         layer="features.0",
     ),
     Figure(
         "lambda-before",
         "λ before training, fourth layer of the AlexNet-like network",
-        "fig:init_lambda",
-        "1948 draws from N(0, 1)",
         row="init-adam/kaiming-normal",
         layer="features.8",
         published=LAMBDAS_BEFORE,
@@ -328,27 +301,14 @@ FIGURES = (
     Figure(
         "lambda-after",
         "λ after training, fourth layer of the AlexNet-like network",
-        "fig:distribution_lambda",
-        "Adam moved the values away from zero to both sides",
         row="init-adam/kaiming-normal",
         layer="features.8",
         published=LAMBDAS_AFTER,
     ),
-    Figure(
-        "fit-rank",
-        "Fit against rank, second layer of the AlexNet-like network",
-        "fig:rank_plot",
-        "the fit of alternating least squares grows linearly with the rank",
-        layer="features.3",
-    ),
+    Figure("fit-rank", "Fit against rank, second layer of the AlexNet-like network", layer="features.3"),
 )
 
 # --- looking things up ------------------------------------------------------------------------------------------------
-
-
-def tables() -> tuple[Table, ...]:
-    """Return the paper's 11 tables in its order."""
-    return TABLES
 
 
 def table(key: str) -> Table:
@@ -364,11 +324,6 @@ def rows() -> tuple[Row, ...]:
 def row(key: str) -> Row:
     """Return one accuracy by its key, such as "cifar10/none-sgd"."""
     return _find(key, {entry.key: entry for entry in rows()}, "row")
-
-
-def figures() -> tuple[Figure, ...]:
-    """Return the paper's figures that show results."""
-    return FIGURES
 
 
 def paper_ranks(model: str) -> dict[str, int]:

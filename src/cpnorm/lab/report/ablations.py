@@ -8,15 +8,15 @@ from statistics import stdev
 from cpnorm.lab.paper import beyond
 from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.report.comparison import LAST, Comparison, compare
-from cpnorm.lab.report.document import Cell, Column, Grid, mean_sd, number, words
+from cpnorm.lab.report.document import Column, Grid, mean_sd, number, words
 from cpnorm.lab.report.records import Records
 from cpnorm.lab.report.statistics import Difference, summarize
-from cpnorm.lab.report.tally import corrected, difference_cells, minus
+from cpnorm.lab.report.tally import corrected, difference_cells, difference_columns, minus
 
 
 def explanations(records: Records) -> Grid | None:
     """Return a table of every change that was tried on a row of the paper, with its effect."""
-    tables = {table.key: table for table in paper.tables()}
+    tables = {table.key: table for table in paper.TABLES}
     pairs: list[tuple[Comparison, Comparison]] = []
     for changed in beyond.rows():
         row = paper.row(changed.variant_of) if changed.variant_of and records.finished(changed.key) else None
@@ -42,7 +42,7 @@ def _grid(pairs: list[tuple[Comparison, Comparison]], differences: list[Differen
         Column("mean ± sd", "paper"),
         *(Column(name, "ours") for name in ("last epoch", f"last {LAST}", "sd within")),
         *(Column(name, "changed") for name in ("last epoch", f"last {LAST}", "sd within", "n")),
-        *(Column(name, "changed − ours") for name in ("points", "p")),
+        *difference_columns("changed − ours"),
     ]
     rows = []
     for (before, after), difference in zip(pairs, differences, strict=True):
@@ -58,7 +58,7 @@ def _grid(pairs: list[tuple[Comparison, Comparison]], differences: list[Differen
                 mean_sd(after.last),
                 mean_sd(after.late),
                 number(_restlessness(after, records)),
-                Cell(str(after.runs), after.runs),
+                number(after.runs, 0),
                 *difference_cells(difference),
             ]
         )

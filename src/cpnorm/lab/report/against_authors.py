@@ -21,7 +21,7 @@ MOST_PERMUTATIONS = 20_000
 
 
 @dataclass(frozen=True)
-class Agreement:
+class RowBesideAuthors:
     """How the runs of a row compare with the authors' own."""
 
     row: str
@@ -31,7 +31,7 @@ class Agreement:
     curves: Mapping[str, float | None]  # p of ``same_curves`` by metric; None where nothing can be tested
 
 
-def agreement(runs: Mapping[str, Sequence[Curves]]) -> list[Agreement]:
+def compare_rows(runs: Mapping[str, Sequence[Curves]]) -> list[RowBesideAuthors]:
     """Compare runs with the authors' runs of the same rows; rows with fewer than two runs on a side are left out.
 
     All of the authors' cuts start from one network, so that their runs are a sample of one: cuts are not tested.
@@ -48,7 +48,7 @@ def agreement(runs: Mapping[str, Sequence[Curves]]) -> list[Agreement]:
             last = Difference(last.value) if last else None
         else:
             curves = {metric: same_curves(_matrix(ours, metric), _matrix(theirs, metric)) for metric in METRICS}
-        found.append(Agreement(row, len(ours), len(theirs), last, curves))
+        found.append(RowBesideAuthors(row, len(ours), len(theirs), last, curves))
     return found
 
 

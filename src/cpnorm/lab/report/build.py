@@ -22,13 +22,7 @@ from cpnorm.lab.report import (
 from cpnorm.lab.report.ablations import explanations
 from cpnorm.lab.report.claims import claims
 from cpnorm.lab.report.comparison import Comparison, compare, count_agreement
-from cpnorm.lab.report.document import (
-    Document,
-    Fold,
-    Gallery,
-    Section,
-    Text,
-)
+from cpnorm.lab.report.document import Document, Fold, Gallery, Section, Text
 from cpnorm.lab.report.records import Records, read_results
 from cpnorm.lab.report.statistics import SIGNIFICANT
 from cpnorm.lab.report.tally import NOT_MEASURED, Claim
@@ -43,7 +37,7 @@ def build(results: str | Path, data_dir: str | Path | None = None) -> Document:
     ``figures`` of the results are kept.
     """
     records = read_results(results)
-    compared = {table.key: [compare(row, table, records) for row in table.rows] for table in paper.tables()}
+    compared = {table.key: [compare(row, table, records) for row in table.rows] for table in paper.TABLES}
     everything = [entry for entries in compared.values() for entry in entries]
     answers = claims(records)
     cuts = networks.read_cuts(Path(results))
@@ -55,7 +49,7 @@ def build(results: str | Path, data_dir: str | Path | None = None) -> Document:
     sections = [
         holds.section(answers, count_agreement(everything), in_code, by_code),
         paper_tables.section(compared, records),
-        agreement(everything, records),
+        agreement_section(everything, records),
         claims_section(answers, in_code),
         *(section for section in optional if section),
         recipes.section(records, own),
@@ -70,7 +64,7 @@ def build(results: str | Path, data_dir: str | Path | None = None) -> Document:
 # --- what agrees ------------------------------------------------------------------------------------------------------
 
 
-def agreement(entries: Sequence[Comparison], records: Records) -> Section:
+def agreement_section(entries: Sequence[Comparison], records: Records) -> Section:
     """Return the section on which rows agree with the paper, which do not, and why, where that was tested."""
     measured = [entry for entry in entries if entry.difference]
     section = Section("agreement", "What agrees and what does not")

@@ -128,8 +128,9 @@ def accuracy_against_parameters(records: Records, own_rows: Sequence[str]) -> li
     ]
 
 
-def lead(records: Records, own_rows: Sequence[str], cuts: Sequence[Cut] = (), data: str = "cifar10") -> Drawing | None:
+def lead(records: Records, own_rows: Sequence[str], cuts: Sequence[Cut] = ()) -> Drawing | None:
     """Draw the figure that opens the report: accuracy against parameters on CIFAR-10, for wide and narrow screens."""
+    data = "cifar10"
     kinds = marks_of(data, records, own_rows)
     for cut in (cut for cut in cuts if cut.data == data):
         kinds["cut" if cut.method == OURS else "peers"] += cut_marks(cut)
@@ -139,12 +140,12 @@ def lead(records: Records, own_rows: Sequence[str], cuts: Sequence[Cut] = (), da
     return replace(wide, narrow=_scatter(f"{LEAD}-narrow", DATA_NAMES[data], kinds, 390, 420).svg)
 
 
-def write_lead(document: Document, folder: Path, name: str = "accuracy_vs_parameters") -> list[Path]:
-    """Write the figure that opens the report as ``NAME_light.svg`` and ``NAME_dark.svg``; return where they are."""
+def write_lead(document: Document, folder: Path) -> list[Path]:
+    """Write the figure that opens the report for light and for dark pages; return where the files are."""
     if document.lead is None:
         raise ValueError("expected records of CIFAR-10 for a figure of accuracy against parameters, found none")
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}_{theme}.svg" for theme in ("light", "dark")]
+    paths = [folder / f"accuracy_vs_parameters_{theme}.svg" for theme in ("light", "dark")]
     for path, theme in zip(paths, ("light", "dark"), strict=True):
         write_atomically(path, standalone(document.lead, theme).encode())
     return paths

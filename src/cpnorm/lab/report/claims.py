@@ -15,7 +15,16 @@ from cpnorm.lab.report.document import Column, Grid, mean_sd, number, signed, wo
 from cpnorm.lab.report.late_epochs import still_rises
 from cpnorm.lab.report.records import Records, Run
 from cpnorm.lab.report.statistics import SIGNIFICANT, Summary, epochs_to_reach, mann_whitney, summarize
-from cpnorm.lab.report.tally import NOT_MEASURED, Claim, Tally, corrected, difference_cells, minus, tally
+from cpnorm.lab.report.tally import (
+    NOT_MEASURED,
+    Claim,
+    Tally,
+    corrected,
+    difference_cells,
+    difference_columns,
+    minus,
+    tally,
+)
 
 OPTIMIZERS = {"sgd": "SGD", "rmsprop": "RMSprop"}
 METHODS = {"none": "none", "weight": "weight", "cp": "CP"}
@@ -100,7 +109,8 @@ def converges_faster(records: Records) -> Claim:
             Column("setting", words=True),
             Column("level, %"),
             *(Column(name, "epochs") for name in METHODS.values()),
-            *(Column(name, f"CP − {other}") for other in ("none", "weight") for name in ("epochs", "p")),
+            *difference_columns("CP − none", "epochs"),
+            *difference_columns("CP − weight", "epochs"),
         ],
         [
             [
@@ -230,10 +240,8 @@ def _against_both(
         [
             Column("setting", words=True),
             *(Column(name, "accuracy, %") for name in METHODS.values()),
-            Column("points", "CP − none"),
-            Column("p", "CP − none"),
-            Column("points", "CP − weight"),
-            Column("p", "CP − weight"),
+            *difference_columns("CP − none"),
+            *difference_columns("CP − weight"),
             Column("published", "CP − weight"),
         ],
         [
@@ -301,8 +309,7 @@ def needs_power_method(records: Records) -> Claim:
             Column("optimizer, random start", words=True),
             Column("power method", "accuracy, %"),
             Column("random", "accuracy, %"),
-            Column("points", "power − random"),
-            Column("p", "power − random"),
+            *difference_columns("power − random"),
             Column("published", "power − random"),
         ],
         [

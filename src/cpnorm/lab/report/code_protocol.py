@@ -11,24 +11,12 @@ from cpnorm.lab.paper.protocols import CODE
 from cpnorm.lab.paper.tables import Row, Table
 from cpnorm.lab.report import against_authors
 from cpnorm.lab.report.comparison import Agreement, Comparison, compare, count_agreement, last_epochs
-from cpnorm.lab.report.document import (
-    Cell,
-    Column,
-    Fold,
-    Gallery,
-    Grid,
-    Section,
-    Text,
-    mean_sd,
-    number,
-    p_cell,
-    signed,
-    words,
-)
+from cpnorm.lab.report.document import Column, Fold, Gallery, Grid, Section, Text, mean_sd, number, p_cell, words
 from cpnorm.lab.report.drawing import finish, style
 from cpnorm.lab.report.paper_tables import outcome, runs_cell
 from cpnorm.lab.report.records import Records, Run, numbers, read_results
 from cpnorm.lab.report.statistics import summarize
+from cpnorm.lab.report.tally import difference_cells, difference_columns
 
 
 def read(records: Records, results: Path) -> Records | None:
@@ -97,7 +85,7 @@ def code_grid(table: Table, lines: list[Comparison], records: Records) -> Grid:
     """Return a table of the paper beside both protocols."""
     rows = []
     for entry in lines:
-        row, difference = entry.row, entry.difference
+        row = entry.row
         assert row.published is not None
         in_words = paper.row(row.key)
         rows.append(
@@ -111,8 +99,7 @@ def code_grid(table: Table, lines: list[Comparison], records: Records) -> Grid:
                 number(entry.best_of_mean),
                 number(entry.best.max if entry.best else None),
                 runs_cell(entry),
-                signed(difference.value if difference else None),
-                p_cell(difference.p if difference else None),
+                *difference_cells(entry.difference),
             ]
         )
     columns = [
@@ -121,7 +108,7 @@ def code_grid(table: Table, lines: list[Comparison], records: Records) -> Grid:
         *(Column(name, "paper") for name in ("mean ± sd", "max")),
         Column("last epoch", "ours, settings of the text"),
         *(Column(name, "ours, settings of the code") for name in ("last epoch", "mean curve", "max", "n")),
-        *(Column(name, "code − paper") for name in ("points", "p")),
+        *difference_columns("code − paper"),
     ]
     return Grid(f"{table.title}: accuracy under both protocols; n of a cut is runs / networks", columns, rows)
 
@@ -140,7 +127,7 @@ def rank_grid(table: Table, coded: Records) -> Grid:
     for layer in table.ranks:
         estimates = coded.estimates.get((table.key, layer.layer), {})
         found = summarize(float(estimate.rank) for estimate in estimates.values())
-        row = [words(layer.layer), number(layer.rank, 0), mean_sd(found, 1), Cell(str(len(estimates)), len(estimates))]
+        row = [words(layer.layer), number(layer.rank, 0), mean_sd(found, 1), number(len(estimates), 0)]
         rows.append(row)
     columns = [Column("layer", words=True), Column("published rank"), Column("ours"), Column("networks")]
     return Grid(f"{table.title}, estimated by the authors' stopping rule: mean ± sd over networks", columns, rows)
@@ -157,7 +144,7 @@ def arms_grid(table: Table, rows: list[Row], coded: Records) -> Grid:
                 words(row.key.partition("/")[2]),
                 words(row.name),
                 mean_sd(last_epochs(runs)),
-                Cell(str(len(runs)), len(runs)),
+                number(len(runs), 0),
                 words(row.variant_of or ""),
                 mean_sd(unchanged),
             ]
@@ -187,22 +174,21 @@ def authors_section(protocols: dict[str, Records]) -> list[Section]:
     grids, drawings = [], []
     for name, records in protocols.items():
         runs = {row: _curves(records, row) for row in authors_runs()}
-        found = against_authors.agreement(runs)
+        found = against_authors.compare_rows(runs)
         if not found:
             continue
         columns = [
             Column("row", words=True),
             *(Column(side, "runs") for side in ("ours", "the authors'")),
-            *(Column(of, "last epoch, ours − theirs") for of in ("points", "p")),
+            *difference_columns("last epoch, ours − theirs"),
             *(Column(label, "p of equal mean curves") for label in against_authors.METRICS.values()),
         ]
         rows = [
             [
                 words(entry.row),
-                Cell(str(entry.ours), entry.ours),
-                Cell(str(entry.theirs), entry.theirs),
-                signed(entry.last.value if entry.last else None),
-                p_cell(entry.last.p if entry.last else None),
+                number(entry.ours, 0),
+                number(entry.theirs, 0),
+                *difference_cells(entry.last),
                 *(p_cell(entry.curves[metric]) for metric in against_authors.METRICS),
             ]
             for entry in found

@@ -7,12 +7,12 @@ from statistics import fmean
 from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.paper.tables import Row
 from cpnorm.lab.report.comparison import NETWORKS, last_epochs, p_words, published_mean
-from cpnorm.lab.report.document import MISSING, Cell, Column, Grid, mean_sd, signed, words
+from cpnorm.lab.report.document import MISSING, Column, Grid, mean_sd, number, signed, words
 from cpnorm.lab.report.document import count as count_cell
 from cpnorm.lab.report.nested import Measure, by_network, last_accuracy, of_networks
 from cpnorm.lab.report.records import Records, Run
 from cpnorm.lab.report.statistics import Difference, Summary, summarize
-from cpnorm.lab.report.tally import NOT_MEASURED, Claim, corrected, difference_cells, minus, tally
+from cpnorm.lab.report.tally import NOT_MEASURED, Claim, corrected, difference_cells, difference_columns, minus, tally
 
 LAST_OF_TUNING = 5  # epochs
 TOLERATED = 1.0  # points of accuracy that compression may cost
@@ -41,19 +41,17 @@ def compresses(records: Records) -> Claim:
             Column("parameters"),
             Column("accuracy, %"),
             Column("networks"),
-            Column("points", "− whole networks"),
-            Column("p", "− whole networks"),
+            *difference_columns("− whole networks"),
             Column("accuracy, %", "truncated network"),
             Column("points", "− truncated network"),
-            Column("points", "− no normalisation"),
-            Column("p", "− no normalisation"),
+            *difference_columns("− no normalisation"),
         ],
         [
             [
                 words(name),
                 count_cell(_parameters(records, row)),
                 mean_sd(cut),
-                Cell(str(cut.n), cut.n),
+                number(cut.n, 0),
                 *difference_cells(loss),
                 words(" or ".join(f"{before:.2f}" for before in sorted(set(starts))) or MISSING),
                 signed(cut.mean - fmean(starts) if starts else None),
@@ -139,8 +137,7 @@ def against_tai(records: Records) -> Claim:
             Column("accuracy by", words=True),
             Column("truncation", "accuracy, %"),
             Column("low rank", "accuracy, %"),
-            Column("points", "truncation − low rank"),
-            Column("p", "truncation − low rank"),
+            *difference_columns("truncation − low rank"),
         ],
         [
             [words(name), mean_sd(ours), mean_sd(theirs), *difference_cells(difference)]

@@ -24,7 +24,7 @@ FORWARD_ONLY = "beyond-batch/adam-free"  # vectors divided in the forward pass o
 
 def section(records: Records, data_dir: str | Path | None, earlier: Path) -> Section:
     """Return the paper's figures that show results; those that cannot be drawn are named."""
-    by_key = {figure.key: figure for figure in paper.figures()}
+    by_key = {figure.key: figure for figure in paper.FIGURES}
     after = by_key["lambda-after"]
     if records.finished(FORWARD_ONLY):
         after = replace(after, row=FORWARD_ONLY)

@@ -6,10 +6,10 @@ from statistics import fmean, stdev
 
 from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.report.comparison import LAST
-from cpnorm.lab.report.document import Cell, Column, Grid, mean_sd, words
+from cpnorm.lab.report.document import Column, Grid, mean_sd, number, words
 from cpnorm.lab.report.records import Records, Run, that_learned
 from cpnorm.lab.report.statistics import Difference, Summary, summarize, welch
-from cpnorm.lab.report.tally import NOT_MEASURED, Claim, corrected, difference_cells, tally
+from cpnorm.lab.report.tally import NOT_MEASURED, Claim, corrected, difference_cells, difference_columns, tally
 
 WINDOWS = ((-3 * LAST, -2 * LAST), (-2 * LAST, -LAST), (-LAST, None))  # epochs, from the end
 
@@ -37,13 +37,12 @@ def still_rises(records: Records) -> Claim:
             Column("row", words=True),
             Column("n"),
             *(Column(f"{-first} to {1 - (last or 0)}", "epochs before the end, %") for first, last in WINDOWS),
-            Column("points", "last − first"),
-            Column("p", "last − first"),
+            *difference_columns("last − first"),
         ],
         [
             [
                 words(key),
-                Cell(str(len(runs)), len(runs)),
+                number(len(runs), 0),
                 *(mean_sd(_level(runs, *window)) for window in WINDOWS),
                 *difference_cells(change),
             ]
@@ -59,7 +58,7 @@ def _level(runs: list[Run], first: int, last: int | None) -> Summary | None:
 
 
 def _change(runs: list[Run]) -> Difference | None:
-    """Welch's test against a zero that does not vary is Student's for one sample."""
+    """Test the rise from the first to the last window: Welch's test against a constant zero is Student's."""
     first, *_, last = WINDOWS
     change = summarize(fmean(run.curve[slice(*last)]) - fmean(run.curve[slice(*first)]) for run in runs)
     return welch(change, Summary(change.n, 0.0, 0.0, None)) if change else None

@@ -176,7 +176,7 @@ def grid(cuts: Sequence[Cut]) -> Grid:
                 signed(change[0] if cut.method != DENSE else None),
                 mean_sd(tuned),
                 signed(change[1]),
-                Cell(str(len(cut.tuned)), len(cut.tuned)),
+                number(len(cut.tuned), 0),
             ]
         )
     columns = [
@@ -190,8 +190,9 @@ def grid(cuts: Sequence[Cut]) -> Grid:
     return Grid(f"{network_name(cuts[0])} on {data}", columns, rows)
 
 
-def sentence(cuts: Sequence[Cut], data: str = "cifar10") -> str:
+def sentence(cuts: Sequence[Cut]) -> str:
     """Return what cpnorm keeps of a network at its smallest fine-tuned share, beside the other methods there."""
+    data = "cifar10"
     ours = [cut for cut in cuts if cut.data == data and cut.method == OURS and cut.tuned and cut.untrained]
     if not ours:
         return ""

@@ -14,10 +14,11 @@ from cpnorm.lab.report.comparison import Comparison
 from cpnorm.lab.report.document import Drawing
 from cpnorm.lab.report.drawing import INK, NOTE, finish, style
 
+REACH = 3.0  # points
 Groups = list[tuple[str, list[Comparison]]]  # rows by the title of their table
 
 
-def overview(comparisons: Sequence[Comparison], reach: float = 3.0) -> Drawing | None:
+def overview(comparisons: Sequence[Comparison]) -> Drawing | None:
     """Draw our mean minus the published one for every row, with its 95 % interval, over the published spread."""
     measured = [c for c in comparisons if c.difference]
     if not measured:
@@ -26,14 +27,14 @@ def overview(comparisons: Sequence[Comparison], reach: float = 3.0) -> Drawing |
     caption = (
         f"Mean accuracy of the last epoch minus the published mean in points, {len(measured)} rows. Lines are 95 % "
         "confidence intervals of the difference (Welch; of cuts, by network), bars one published standard deviation. "
-        f"Differences beyond {reach:g} points are drawn at the edge with their size."
+        f"Differences beyond {REACH:g} points are drawn at the edge with their size."
     )
-    wide = _overview("overview", _columns(groups, 3), 1180, reach, caption)
-    return replace(wide, narrow=_overview("overview-narrow", [groups], 350, reach, caption).svg)
+    wide = _overview("overview", _columns(groups, 3), 1180, caption)
+    return replace(wide, narrow=_overview("overview-narrow", [groups], 350, caption).svg)
 
 
 def _by_table(measured: Sequence[Comparison]) -> dict[str, list[Comparison]]:
-    titles = {table.key: table.title for table in paper.tables()}
+    titles = {table.key: table.title for table in paper.TABLES}
     groups: dict[str, list[Comparison]] = {}
     for entry in measured:
         groups.setdefault(titles.get(entry.row.table, entry.row.table), []).append(entry)
@@ -53,14 +54,14 @@ def _columns(groups: Groups, most: int) -> list[Groups]:
 
 
 @style()
-def _overview(key: str, columns: list[Groups], width: int, reach: float, caption: str) -> Drawing:
+def _overview(key: str, columns: list[Groups], width: int, caption: str) -> Drawing:
     lines = max(sum(len(rows) + 1 for _, rows in groups) for groups in columns)
     height, left, each = 18 * lines + 62, 132, width / len(columns)
     figure = Figure(figsize=(width / 72, height / 72))
     for index, groups in enumerate(columns):
         size = ((each - left - 10) / width, 1 - 62 / height)
         axes = figure.add_axes(((index * each + left) / width, 34 / height, *size))
-        axes.set(xlim=(-reach, reach), ylim=(lines - 0.4, -0.6), yticks=[], xlabel="ours − paper, points")
+        axes.set(xlim=(-REACH, REACH), ylim=(lines - 0.4, -0.6), yticks=[], xlabel="ours − paper, points")
         axes.xaxis.grid(True)
         axes.axvline(0, color=INK["axis"], linewidth=1)
         y = 0
@@ -77,7 +78,7 @@ def _overview(key: str, columns: list[Groups], width: int, reach: float, caption
                 bbox={"facecolor": INK["paper"], "edgecolor": "none", "pad": 1},  # it may reach over the grid
             )
             for line, entry in enumerate(rows, y + 1):
-                _overview_row(axes, entry, line, reach, left)
+                _overview_row(axes, entry, line, left)
             y += len(rows) + 1
         if index == 0:
             axes.barh([-9], [0], color=INK["axis"], alpha=0.28, label="one published sd")
@@ -87,13 +88,13 @@ def _overview(key: str, columns: list[Groups], width: int, reach: float, caption
     return finish(figure, key, "Difference between our mean accuracy and the published one, row by row", caption)
 
 
-def _overview_row(axes: Axes, entry: Comparison, y: float, reach: float, left: float) -> None:
+def _overview_row(axes: Axes, entry: Comparison, y: float, left: float) -> None:
     difference, published = entry.difference, entry.row.published
     assert difference is not None
     assert published is not None
 
     def inside(value: float) -> float:
-        return max(-reach, min(reach, value))
+        return max(-REACH, min(REACH, value))
 
     place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center"}
     axes.annotate(entry.row.name, (0, y), xytext=(-left + 14, 0), **place)
@@ -108,7 +109,7 @@ def _overview_row(axes: Axes, entry: Comparison, y: float, reach: float, left: f
     axes.plot(
         [at], [y], "o", color=INK[entry.status], markersize=7, gid=note, markeredgecolor=INK["paper"], clip_on=False
     )
-    if abs(difference.value) > reach:  # its size, inside the frame and over the interval
+    if abs(difference.value) > REACH:  # its size, inside the frame and over the interval
         side = -1 if difference.value > 0 else 1
         text = f"{difference.value:+.1f}".replace("-", "−")
         box = {"facecolor": INK["paper"], "edgecolor": "none", "pad": 0.5}

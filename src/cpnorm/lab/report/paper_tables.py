@@ -52,7 +52,7 @@ READING = (
 
 def section(compared: Compared, records: Records) -> Section:
     """Return every table of the paper beside ours, each folded, after the main ones at a glance."""
-    parts = [table_section(table, compared[table.key], records) for table in paper.tables()]
+    parts = [table_section(table, compared[table.key], records) for table in paper.TABLES]
     glance = [training_glance(compared), compression_glance(compared)]
     return Section("tables", "The paper's tables", [*glance, Fold("How to read the tables", [Text(READING)])], parts)
 

@@ -15,7 +15,7 @@ def section(records: Records, coded: Records | None = None) -> Section:
     runs = records.all_runs()
     part = Section("provenance", "Where the numbers come from")
     diverged = sum(run.diverged is not None for run in runs)
-    papers = [run for table in paper.tables() for row in table.rows for run in records.runs.get(row.key, [])]
+    papers = [run for table in paper.TABLES for row in table.rows for run in records.runs.get(row.key, [])]
     minutes = sum(run.device_seconds for run in papers) / 60
     part.blocks.append(
         Text(

@@ -20,13 +20,11 @@ from cpnorm.lab.report.document import (
     count,
     mean_sd,
     number,
-    p_cell,
-    signed,
     words,
 )
 from cpnorm.lab.report.records import Records
 from cpnorm.lab.report.statistics import summarize
-from cpnorm.lab.report.tally import minus
+from cpnorm.lab.report.tally import difference_cells, difference_columns, minus
 
 
 def own_tables(records: Records) -> dict[str, list[str]]:
@@ -107,8 +105,7 @@ def own_grid(title: str, keys: Sequence[str], records: Records) -> Grid:
                 count(parameters.mean if parameters else None),
                 Cell(f"{len(runs)}" + (f", {diverged} diverged" if diverged else ""), len(runs)),
                 words(control or MISSING),
-                signed(difference.value if difference else None),
-                p_cell(difference.p if difference else None),
+                *difference_cells(difference),
                 Cell(MISSING) if factor is None else Cell(f"{factor:.1f} ×", factor),
             ]
         )
@@ -117,7 +114,8 @@ def own_grid(title: str, keys: Sequence[str], records: Records) -> Grid:
         *([Column("after the cut", "ours")] if any(cuts.values()) else []),
         *(Column(name, "ours") for name in ("last epoch", f"last {LAST}", "best epoch", "max", "parameters", "n")),
         Column("control", "against", words=True),
-        *(Column(name, "against") for name in ("points", "p", "fewer parameters")),
+        *difference_columns("against"),
+        Column("fewer parameters", "against"),
     ]
     return Grid(title, columns, rows)
 

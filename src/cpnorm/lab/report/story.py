@@ -44,8 +44,9 @@ def reproduction(entries: Sequence[Comparison], coded: Agreement | None = None) 
     )
 
 
-def low_rank(records: Records, own_rows: Sequence[str], data: str = "cifar10") -> str:
+def low_rank(records: Records, own_rows: Sequence[str]) -> str:
     """Return how the smallest of our networks compares with plain networks of its size and of full size."""
+    data = "cifar10"
     kinds = marks_of(data, records, own_rows)
     plain = [mark for mark in kinds["peers"] if (records.runs[mark.row][0].config.get("norm")) == "none"]
     pairs = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from cpnorm.lab.report.document import Cell, Grid, p_cell, signed
+from cpnorm.lab.report.document import Cell, Column, Grid, p_cell, signed
 from cpnorm.lab.report.statistics import Difference, Summary, holm, welch
 
 NOT_MEASURED = "Not measured yet."
@@ -72,6 +72,11 @@ def tally(differences: Iterable[Difference | None]) -> Tally:
     above = sum(d.significant and d.value > 0 for d in tested)
     below = sum(d.significant and d.value < 0 for d in tested)
     return Tally(above, below, len(tested) - above - below)
+
+
+def difference_columns(group: str, name: str = "points") -> list[Column]:
+    """Return the columns of a difference and its p; ``difference_cells`` fills them."""
+    return [Column(name, group), Column("p", group)]
 
 
 def difference_cells(difference: Difference | None, digits: int = 2) -> list[Cell]:

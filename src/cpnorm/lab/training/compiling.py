@@ -123,7 +123,7 @@ class _ReluMaxPool2d(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """(N, C, H, W) -> (N, C, H // 2, W // 2)."""
+        """Return the largest of each 2 x 2 pixels, rectified: (N, C, H, W) -> (N, C, H // 2, W // 2)."""
         ctx.size = height, width = x.shape[2:]
         pixels = [x[:, :, i : height - height % 2 : 2, j : width - width % 2 : 2] for i in (0, 1) for j in (0, 1)]
         largest = pixels[0]

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 MODELS = ("alexnet", "lenet", "resnet18", "resnet20", "resnet56", "small_resnet", "vgg16")
 Rank = int | float | str | Mapping[str, int | float | str]
@@ -27,45 +27,85 @@ KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {  # type of a setting: it
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of one training run; ``Config()`` is the paper's canonical AlexNet-like row on CIFAR-10 with SGD."""
+    """Settings of one training run; ``Config()`` is the paper's canonical AlexNet-like row on CIFAR-10 with SGD.
 
-    model: str = "alexnet"  # one of MODELS, or "module:function" that returns a network
-    design: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the function that builds the network
-    width: float = 1.0  # of every layer but the last, as a share of the paper's
-    data: Literal["cifar10", "svhn", "mnist", "digits", "idx", "images"] = "cifar10"  # idx: any set in MNIST's format
-    norm: Literal["none", "weight", "cp", "tai"] = "cp"
-    init: Literal["exact", "power", "als", "kaiming_normal", "kaiming_uniform"] = "power"
-    linear_init: Literal["same", "exact", "power", "als", "kaiming_normal", "kaiming_uniform"] = "same"
-    vector_lengths: Literal["unit", "kaiming"] = "unit"  # of drawn vectors; "kaiming": those of torch's Kaiming init
-    lambdas: Literal["decomposition", "ones", "normal"] = "decomposition"
-    linear_lambdas: Literal["same", "decomposition", "ones", "normal"] = "same"
-    rank: Rank = "paper"  # "paper": the ranks of the paper's tables; otherwise what canonical_norm takes
-    skip: tuple[str, ...] = ()  # layers that stay plain, by name or pattern
-    modes: bool = False  # the Linear after the flatten keeps the tensor structure of its input
-    split_modes: int = 0  # modes of linear layers that are longer are split into two; 0: none
-    renormalize: bool = True  # after every step; False: vectors are divided by their lengths in the forward pass only
-    trainable: Literal["all", "sigma-bias"] = "all"  # "sigma-bias": lambdas and vectors of canonical layers are frozen
-    optimizer: Literal["sgd", "rmsprop", "adam", "adamw"] = "sgd"
-    lr: float = 0.01
-    equal_angles: bool = False  # vectors of all lengths turn by the same angle: see cpnorm.equal_angles
-    momentum: float = 0.0
-    nesterov: bool = False  # look ahead along the momentum of SGD
-    weight_decay: float = 0.0
-    lambda_l1: float = 0.0  # sparsity pressure on the lambdas: times cpnorm.lambda_penalty
-    label_smoothing: float = 0.0
-    dropout: bool = True
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    warmup: int = 0  # epochs of linear warm-up
-    epochs: int = 150
-    batch_size: int = 64
-    drop_last: bool = False  # leave out the images of an epoch that fill no batch
-    seed: int = 0
-    precision: Literal["auto", "bf16", "tf32", "fp32"] = "auto"  # auto: bf16 on a GPU, fp32 elsewhere
-    augment: Literal["auto", "none", "shift", "affine", "crop", "crop-flip", "crop-cutout", "crop-flip-cutout"] = "auto"
-    # auto: crop-flip for CIFAR-10 and SVHN, else none
-    validation: int = 0  # training images held out for choosing
-    early_stopping: int = 0  # epochs without improvement of the validation (or training) loss before stopping; 0: off
-    keep_best: bool = False  # keep the network of the best test epoch, too: a choice made on test data
+    The sentence beside each setting is also the help of its command-line option, which adds the choices.
+    """
+
+    model: Annotated[str, f"network: {', '.join(MODELS)}, or your module:function"] = "alexnet"
+    design: Annotated[
+        Mapping[str, Any], 'further arguments of the function that builds the network, as JSON: {"widths": [32, 64]}'
+    ] = field(default_factory=dict)
+    width: Annotated[float, "factor on the width of every layer but the last"] = 1.0
+    data: Annotated[
+        Literal["cifar10", "svhn", "mnist", "digits", "idx", "images"],
+        "data set; idx: any in MNIST's format, images: a folder of classes, both in --data-dir",
+    ] = "cifar10"
+    norm: Annotated[
+        Literal["none", "weight", "cp", "tai"],
+        "normalisation; weight: torch's weight_norm, cp: canonical form, tai: the low-rank form of Tai et al.",
+    ] = "cp"
+    init: Annotated[
+        Literal["exact", "power", "als", "kaiming_normal", "kaiming_uniform"], "initialisation of the canonical form"
+    ] = "power"
+    linear_init: Annotated[
+        Literal["same", "exact", "power", "als", "kaiming_normal", "kaiming_uniform"],
+        "initialisation of linear layers, where it differs",
+    ] = "same"
+    vector_lengths: Annotated[
+        Literal["unit", "kaiming"], "lengths of drawn vectors; kaiming: those of torch's Kaiming initialisation"
+    ] = "unit"
+    lambdas: Annotated[Literal["decomposition", "ones", "normal"], "initialisation of the λ"] = "decomposition"
+    linear_lambdas: Annotated[
+        Literal["same", "decomposition", "ones", "normal"], "initialisation of the λ of linear layers, where it differs"
+    ] = "same"
+    rank: Annotated[
+        Rank,
+        "terms of each layer: 64, a share of the exact rank such as 0.25, exact, paper (the ranks of the paper's "
+        'tables), or JSON {"features.3": 571, …}',
+    ] = "paper"
+    skip: Annotated[tuple[str, ...], "a layer that stays plain, by name or pattern; may be repeated"] = ()
+    modes: Annotated[bool, "keep the tensor structure of the flattened input in the linear layer after the flatten"] = (
+        False
+    )
+    split_modes: Annotated[
+        int, "split modes of linear layers longer than this into two: 1024 outputs into 32 x 32; 0: split none"
+    ] = 0
+    renormalize: Annotated[
+        bool, "make vectors unit vectors after every step; otherwise normalise them in the forward pass only"
+    ] = True
+    trainable: Annotated[
+        Literal["all", "sigma-bias"], "what is trained; sigma-bias: λ and vectors of canonical layers are frozen"
+    ] = "all"
+    optimizer: Annotated[Literal["sgd", "rmsprop", "adam", "adamw"], "optimizer"] = "sgd"
+    lr: Annotated[float, "learning rate"] = 0.01
+    equal_angles: Annotated[bool, "learning rates by which vectors of all lengths turn by the same angle"] = False
+    momentum: Annotated[float, "momentum of SGD and RMSprop"] = 0.0
+    nesterov: Annotated[bool, "look ahead along the momentum of SGD"] = False
+    weight_decay: Annotated[float, "weight decay"] = 0.0
+    lambda_l1: Annotated[float, "weight in the loss of λ's 1-norm over its 2-norm, which drives terms towards zero"] = (
+        0.0
+    )
+    label_smoothing: Annotated[float, "label smoothing"] = 0.0
+    dropout: Annotated[bool, "use the dropout layers of the network"] = True
+    schedule: Annotated[Literal["constant", "cosine", "linear"], "schedule of the learning rate"] = "constant"
+    warmup: Annotated[int, "epochs of linear warm-up"] = 0
+    epochs: Annotated[int, "passes over the training images"] = 150
+    batch_size: Annotated[int, "images in a step; the last step of an epoch takes the rest"] = 64
+    drop_last: Annotated[bool, "leave out the last batch of an epoch if it is not full"] = False
+    seed: Annotated[int, "seed of everything random"] = 0
+    precision: Annotated[Literal["auto", "bf16", "tf32", "fp32"], "arithmetic; auto: bf16 on a GPU, fp32 elsewhere"] = (
+        "auto"
+    )
+    augment: Annotated[
+        Literal["auto", "none", "shift", "affine", "crop", "crop-flip", "crop-cutout", "crop-flip-cutout"],
+        "augmentation; auto: crop-flip for CIFAR-10 and SVHN, else none",
+    ] = "auto"
+    validation: Annotated[int, "training images held out for choosing settings"] = 0
+    early_stopping: Annotated[
+        int, "stop after this many epochs without a better validation (or training) loss; 0: never"
+    ] = 0
+    keep_best: Annotated[bool, "also keep the network of the best test epoch: a choice made on test data"] = False
 
     def __post_init__(self) -> None:
         for name, kind in _kinds().items():

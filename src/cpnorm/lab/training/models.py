@@ -19,7 +19,7 @@ from torch import nn
 from cpnorm.lab.training import networks
 from cpnorm.lab.training.config import MODELS
 from cpnorm.lab.training.networks import scaled
-from cpnorm.lab.training.small_networks import small_resnet
+from cpnorm.lab.training.small_networks import SmallResNet
 from cpnorm.lab.training.users_code import users_code
 
 
@@ -107,7 +107,7 @@ def build(
         design: further arguments of "small_resnet" or of a function of your own.
     """
     if name == "small_resnet":
-        return small_resnet(channels, classes, width, **(design or {}))
+        return SmallResNet(channels, classes, width, **(design or {}))
     if design and ":" not in name:
         raise ValueError(f"design: {name} takes no further arguments, got {', '.join(design)}")
     match name:

@@ -56,51 +56,9 @@ class Widen(nn.Module):
 
 
 class SmallResNet(nn.Module):
-    """A stem, stages of shared blocks with ``Widen`` between them, pooling over the image and a linear layer."""
+    """A small residual network; ``canonical_norm`` makes its convolutions thin.
 
-    def __init__(
-        self,
-        channels: int,
-        classes: int,
-        widths: Sequence[int],
-        depths: Sequence[int],
-        rounds: Sequence[int],
-        kernels: Sequence[int],
-        activation: str,
-        gated: bool,
-    ) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
-        self.bn = nn.BatchNorm2d(widths[0])
-        self.activation = ACTIVATIONS[activation]()
-        stages: list[nn.Module] = []
-        inputs = widths[0]
-        for width, depth, times, kernel in zip(widths, depths, rounds, kernels, strict=True):
-            blocks: list[nn.Module] = [Widen(inputs, width)] if stages else []
-            blocks += [SharedBlock(width, kernel, times, activation, gated) for _ in range(depth)]
-            stages.append(nn.Sequential(*blocks))
-            inputs = width
-        self.stages = nn.Sequential(*stages)
-        self.linear = nn.Linear(inputs, classes)
-
-    def forward(self, x: Tensor) -> Tensor:  # (N, C, H, W) -> (N, classes)
-        x = self.stages(self.activation(self.bn(self.stem(x))))
-        return self.linear(x.mean((2, 3)))
-
-
-def small_resnet(
-    channels: int = 3,
-    classes: int = 10,
-    width: float = 1.0,
-    *,
-    widths: Sequence[int] = (32, 64, 128),
-    depths: Sequence[int] = (1, 1, 1),
-    rounds: int | Sequence[int] = 1,
-    kernels: int | Sequence[int] = 3,
-    activation: str = "relu",
-    gated: bool = False,
-) -> SmallResNet:
-    """Return a small residual network; ``canonical_norm`` makes its convolutions thin.
+    It is a stem, stages of shared blocks with ``Widen`` between them, pooling over the image and a linear layer.
 
     Args:
         channels: of the images.
@@ -113,23 +71,46 @@ def small_resnet(
         activation: "relu" or "silu".
         gated: multiply the channels of each block by numbers computed from their means.
 
-    >>> network = small_resnet(widths=(8, 16), depths=(1, 1), rounds=2)
+    >>> network = SmallResNet(widths=(8, 16), depths=(1, 1), rounds=2)
     >>> sum(p.numel() for p in network.parameters())
     6354
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"expected activation to be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    stages = len(widths)
-    return SmallResNet(
-        channels,
-        classes,
-        scaled(widths, width),
-        _for_stages("depths", depths, stages),
-        _for_stages("rounds", rounds, stages),
-        _for_stages("kernels", kernels, stages),
-        activation,
-        gated,
-    )
+
+    def __init__(
+        self,
+        channels: int = 3,
+        classes: int = 10,
+        width: float = 1.0,
+        *,
+        widths: Sequence[int] = (32, 64, 128),
+        depths: Sequence[int] = (1, 1, 1),
+        rounds: int | Sequence[int] = 1,
+        kernels: int | Sequence[int] = 3,
+        activation: str = "relu",
+        gated: bool = False,
+    ) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"expected activation to be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        widths = scaled(widths, width)
+        self.stem = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(widths[0])
+        self.activation = ACTIVATIONS[activation]()
+        stages: list[nn.Module] = []
+        inputs = widths[0]
+        settings = {"depths": depths, "rounds": rounds, "kernels": kernels}
+        each = (_for_stages(name, value, len(widths)) for name, value in settings.items())
+        for outputs, depth, times, kernel in zip(widths, *each, strict=True):
+            blocks: list[nn.Module] = [Widen(inputs, outputs)] if stages else []
+            blocks += [SharedBlock(outputs, kernel, times, activation, gated) for _ in range(depth)]
+            stages.append(nn.Sequential(*blocks))
+            inputs = outputs
+        self.stages = nn.Sequential(*stages)
+        self.linear = nn.Linear(inputs, classes)
+
+    def forward(self, x: Tensor) -> Tensor:  # (N, C, H, W) -> (N, classes)
+        x = self.stages(self.activation(self.bn(self.stem(x))))
+        return self.linear(x.mean((2, 3)))
 
 
 def _for_stages(name: str, value: int | Sequence[int], stages: int) -> list[int]:

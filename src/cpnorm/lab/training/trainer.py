@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import cpnorm
-from cpnorm.lab.data.images import ImageSet, normalize
+from cpnorm.lab.data.images import ImageSet
 from cpnorm.lab.training.config import Config
 from cpnorm.lab.training.epoch_metrics import PendingMetrics, layer_metrics, layer_statistics, means
 from cpnorm.lab.training.forward import flags_restored, use_arithmetic
@@ -207,11 +207,6 @@ class Trainer:
         with flags_restored():
             self._use_flags()
             return means(self.step.tested(self.model if model is None else model, images, labels).tolist())
-
-    def prepare(self, images: Tensor) -> Tensor:  # (N, C, H, W) uint8 -> float
-        """Return normalised images in the memory layout of training."""
-        x = normalize(images, self.data.mean, self.data.std, torch.float32)
-        return x.contiguous(memory_format=torch.channels_last) if self.device.type == "cuda" else x
 
     # --- the whole state ---
 

@@ -222,7 +222,7 @@ GOALS = (
 )
 
 TABLES = (
-    Table("records-pilot", "Small networks: choices on held-out training images", "", rows=PILOT_ROWS),
-    Table("records-mnist", "Small networks, MNIST", "", rows=MNIST_ROWS),
-    Table("records-cifar10", "Small networks, CIFAR-10", "", rows=CIFAR10_ROWS),
+    Table("records-pilot", "Small networks: choices on held-out training images", rows=PILOT_ROWS),
+    Table("records-mnist", "Small networks, MNIST", rows=MNIST_ROWS),
+    Table("records-cifar10", "Small networks, CIFAR-10", rows=CIFAR10_ROWS),
 )
