@@ -28,8 +28,8 @@ from torch import nn
 import cpnorm
 import timing
 from compression_accuracy import divergence
-from cpnorm.compress import layer_target, moments, sequence
-from cpnorm.compress.successors import Event, Successors, successors
+from cpnorm.compress.fitting import layer_target, moments, sequence
+from cpnorm.compress.fitting.successors import Event, Successors, successors
 from cpnorm.lab.data import pretrained
 from cpnorm.lab.data.images import ImageSet, load
 from cpnorm.lab.training.evaluation import accuracy, calibration_batches

@@ -22,17 +22,17 @@ from cpnorm.gpu.fused_step import FusedTrainStep
 from cpnorm.nn.modes import flatten_modes
 from cpnorm.nn.ranks import ranks_for_budget
 from cpnorm.compress.truncation import truncate
-from cpnorm.compress.calibration import Calibrated, calibrate
+from cpnorm.compress.fitting.calibration import Calibrated, calibrate
 from cpnorm.compress.report import Report
 from cpnorm.compress.gradual import GradualTruncation
-from cpnorm.compress.batch_norm import reestimate_batch_norm
-from cpnorm.compress.sweeping import Sweep, sweep
+from cpnorm.compress.fitting.batch_norm import reestimate_batch_norm
+from cpnorm.compress.shrinking.sweeping import Sweep, sweep
 from cpnorm.describe.summarize import Summary, summary
 from cpnorm.deploy.factorization import Factorization, choose_forms, factorize
 from cpnorm.io.checkpoint import load, read_metadata, save
 from cpnorm.deploy.onnx import export_onnx
-from cpnorm.compress.shrinking import Shrinker, Shrunk, shrink
-from cpnorm.compress.shrink_report import ShrinkReport
+from cpnorm.compress.shrinking.shrinker import Shrinker, Shrunk, shrink
+from cpnorm.compress.shrinking.report import ShrinkReport
 
 __version__ = "0.1.0"
 

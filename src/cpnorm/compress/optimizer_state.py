@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from cpnorm.compress.refit import Fitted
+    from cpnorm.compress.fitting.refit import Fitted
     from cpnorm.nn.canonical import CPLayer
 
 State = dict[str, Any]

@@ -12,8 +12,8 @@ from torch import nn
 from cpnorm._checks import check_int
 from cpnorm.compress import budgets
 from cpnorm.compress.budgets import Options
+from cpnorm.compress.fitting.sequence import Refitted
 from cpnorm.compress.report import all_flops
-from cpnorm.compress.sequence import Refitted
 from cpnorm.compress.truncation_job import TruncationJob
 from cpnorm.nn.canonical import CPLayer, count_parameters, tie_key
 from cpnorm.nn.convert import including_tied, spread_over_tied

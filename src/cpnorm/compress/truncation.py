@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cpnorm._checks import check_int, check_type
-from cpnorm.compress.calibration import Calibrated
 from cpnorm.compress.calibration_data import as_batches, batch_size
 from cpnorm.compress.distributed import truncate_wrapped
+from cpnorm.compress.fitting.calibration import Calibrated
+from cpnorm.compress.fitting.sequence import Refitted
 from cpnorm.compress.optimizer_state import cut_states
 from cpnorm.compress.probe import LossFunction
 from cpnorm.compress.rank_choice import choose_ranks
 from cpnorm.compress.report import Report, all_flops, compare
-from cpnorm.compress.sequence import Refitted
 from cpnorm.compress.truncation_arguments import (
     FITTED_TO_DATA,
     Optimizers,

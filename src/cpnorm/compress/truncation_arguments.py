@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cpnorm._checks import check_type, is_number
 from cpnorm.compress.calibration_data import Batch
-from cpnorm.compress.refit import REFITS
+from cpnorm.compress.fitting.refit import REFITS
 from cpnorm.nn.canonical import CPLayer, count_parameters, tie_key
 from cpnorm.nn.convert import Skip, canonical_layers, check_not_sharded, skipped
 from cpnorm.nn.work import Work

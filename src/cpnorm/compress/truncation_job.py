@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from cpnorm.compress import budgets
 from cpnorm.compress.budgets import Elimination
-from cpnorm.compress.calibration import Calibrated, Calibration, calibrate_layers, fit_alone
 from cpnorm.compress.calibration_data import Batch
+from cpnorm.compress.fitting.calibration import Calibrated, Calibration, calibrate_layers, fit_alone
+from cpnorm.compress.fitting.refit import Fitted, fit
+from cpnorm.compress.fitting.sequence import Refitted, has_statistics, refit_in_sequence
 from cpnorm.compress.probe import LossFunction, mean_loss, output_gram, taylor_scores, term_moments
-from cpnorm.compress.refit import Fitted, fit
-from cpnorm.compress.sequence import Refitted, has_statistics, refit_in_sequence
 from cpnorm.compress.truncation_arguments import FITTED_TO_DATA, expect_finite
 from cpnorm.cp.tensor import scaled_columns
 from cpnorm.nn.canonical import CPLayer, tie_key

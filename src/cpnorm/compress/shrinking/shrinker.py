@@ -14,9 +14,9 @@ from torch import nn
 
 from cpnorm._checks import check_model, is_number
 from cpnorm.compress.calibration_data import as_batches, first_sample
-from cpnorm.compress.shrink_cutting import budget_forms, cut_within, plain_model
-from cpnorm.compress.shrink_job import Metric, ShrinkJob, run_without_gradients
-from cpnorm.compress.shrink_report import ShrinkReport
+from cpnorm.compress.shrinking.cutting import budget_forms, cut_within, plain_model
+from cpnorm.compress.shrinking.job import Metric, ShrinkJob, run_without_gradients
+from cpnorm.compress.shrinking.report import ShrinkReport
 from cpnorm.compress.truncation_arguments import only_budget
 from cpnorm.compress.truncation_job import Progress
 from cpnorm.deploy.factorization import choose_forms

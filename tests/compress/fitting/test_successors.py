@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import cpnorm
-from cpnorm.compress import sequence
-from cpnorm.compress.layer_target import Pair, Samples
-from cpnorm.compress.lockstep import Call, run_in_lockstep
-from cpnorm.compress.successors import Event, EventLog, Successors, successors
+from cpnorm.compress.fitting import sequence
+from cpnorm.compress.fitting.layer_target import Pair, Samples
+from cpnorm.compress.fitting.lockstep import Call, run_in_lockstep
+from cpnorm.compress.fitting.successors import Event, EventLog, Successors, successors
 
 
 class Residual(nn.Module):

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from cpnorm._checks import check_model, is_number
-from cpnorm.compress.calibration import Calibrated, calibrate
 from cpnorm.compress.calibration_data import (
     Batch,
     Metric,
@@ -23,6 +22,7 @@ from cpnorm.compress.calibration_data import (
     relative_error,
     tensors_of,
 )
+from cpnorm.compress.fitting.calibration import Calibrated, calibrate
 from cpnorm.compress.truncation import truncate
 from cpnorm.compress.truncation_job import Progress
 from cpnorm.describe.tables import share, table

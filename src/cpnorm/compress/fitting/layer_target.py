@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from cpnorm.compress.moments import Moments, choose_positions, outputs_at, patches_at, sampled_share, values_at
-from cpnorm.compress.successors import Successors
+from cpnorm.compress.fitting.moments import Moments, choose_positions, outputs_at, patches_at, sampled_share, values_at
+from cpnorm.compress.fitting.successors import Successors
 from cpnorm.cp.calibrated import regression_target
 from cpnorm.nn.canonical import CPLayer
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from cpnorm.compress.shrink_job import ShrinkJob, flops_of
+from cpnorm.compress.shrinking.job import ShrinkJob, flops_of
 from cpnorm.compress.truncation import truncate
 from cpnorm.deploy.factorization import Factorization, choose_forms
 from cpnorm.nn.canonical import count_parameters

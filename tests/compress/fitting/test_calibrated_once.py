@@ -109,7 +109,7 @@ def test_another_model_is_refused() -> None:
 
 
 def test_a_shrinker_makes_what_shrink_makes_and_measures_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import cpnorm.compress.shrink_job as module
+    import cpnorm.compress.shrinking.job as module
 
     calls = []
     monkeypatch.setattr(

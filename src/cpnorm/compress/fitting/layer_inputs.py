@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpnorm.compress.moments import (
+from cpnorm.compress.fitting.moments import (
     Added,
     Moments,
     Versioned,

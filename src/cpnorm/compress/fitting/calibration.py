@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cpnorm.compress.calibration_data import Batch, as_batches
-from cpnorm.compress.layer_inputs import inputs_and_sensitivity
-from cpnorm.compress.moments import outputs_first
-from cpnorm.compress.refit import Fitted
+from cpnorm.compress.fitting.layer_inputs import inputs_and_sensitivity
+from cpnorm.compress.fitting.moments import outputs_first
+from cpnorm.compress.fitting.refit import Fitted
 from cpnorm.cp.calibrated import fit
 from cpnorm.cp.closed_form import errors_by_rank
 from cpnorm.cp.output_metric import Candidates, Problem

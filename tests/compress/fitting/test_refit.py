@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import cpnorm
 from cpnorm import CPTensor
-from cpnorm.compress.refit import Fitted, fit, refit_als, refit_lambdas
-from cpnorm.compress.sequence import refit_in_sequence
+from cpnorm.compress.fitting import sequence
+from cpnorm.compress.fitting.refit import Fitted, fit, refit_als, refit_lambdas
+from cpnorm.compress.fitting.sequence import refit_in_sequence
 from cpnorm.nn.running import run
 from laws import CASES, Case, canonical, close
 
@@ -209,6 +210,21 @@ def test_outputs_of_layers_that_see_only_some_of_the_data() -> None:
     cpnorm.truncate(by_als, ranks={"gate": 1, "left": 8}, refit="als")
     close(model.left.weight, by_als.left.weight, 1e-6)
     assert not torch.allclose(model.gate.weight, by_als.gate.weight)
+
+
+@pytest.mark.parametrize("room", [2**32, 1])
+def test_all_vectors_of_layers_that_see_only_some_of_the_batches(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With too little memory for two batches at a time, those that reach no layer make room for others."""
+    monkeypatch.setattr(sequence, "ALIVE_BYTES", room)
+    torch.manual_seed(0)
+    x = torch.randn(200, 16) * torch.linspace(0.1, 2, 16)
+    whole = cpnorm.canonical_norm(Routed())
+    for batches in ([x, x[:3]], [x[:3], x]):
+        model, by_als = copy.deepcopy(whole), copy.deepcopy(whole)
+        cpnorm.truncate(model, ranks={"left": 8}, data=[(each, each) for each in batches])
+        cpnorm.truncate(by_als, ranks={"left": 8}, refit="als")
+        distances = [(m(x) - whole(x)).norm().item() for m in (model, by_als)]
+        assert distances[0] < 0.9 * distances[1]
 
 
 def test_grouped_layers_whose_columns_are_known_to_be_unit() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cpnorm.compress.successors import EventLog
+from cpnorm.compress.fitting.successors import EventLog
 from cpnorm.nn.running import evaluating, run, uncompiled
 
 
@@ -60,18 +60,21 @@ def run_in_lockstep(
     visits: Counter[nn.Module] = Counter()
     with evaluating(model), uncompiled(), _Patched(stops, threads.stop):
         try:
-            threads.start(len(jobs) if jobs_at is None else min(2, len(jobs)))
-            while threads.waiting:
-                ((module, _),) = Counter(call.module for call in threads.waiting).most_common(1)
-                while jobs_at is not None and threads.started < min(len(jobs), jobs_at(module)):
-                    late = threads.start(1)
+            while threads.waiting or threads.started < len(jobs):
+                module = threads.fullest_stop()
+                while threads.started < len(jobs) and not (
+                    module and jobs_at and len(threads.waiting) >= jobs_at(module)
+                ):
+                    late = threads.start()
                     while late and late.number < visits[late.module]:
                         visit(late.module, [late])
                         late = threads.go_on([late])
-                calls = sorted((c for c in threads.waiting if c.module is module), key=lambda call: call.job)
-                visit(module, calls)
-                visits[module] += 1
-                threads.go_on(calls)
+                    module = threads.fullest_stop()
+                if module:
+                    calls = sorted((c for c in threads.waiting if c.module is module), key=lambda call: call.job)
+                    visit(module, calls)
+                    visits[module] += 1
+                    threads.go_on(calls)
         finally:
             threads.cancel()
 
@@ -109,15 +112,17 @@ class _Threads:
 
         return forward
 
-    def start(self, count: int) -> Call | None:
-        """Start this many further jobs, one after the other; return the call at which the last of them waits."""
-        last = None
-        for job in range(self.started, self.started + count):
-            self._threads.append(threading.Thread(target=self._work, args=(job,), daemon=True))
-            self._threads[-1].start()
-            self.started += 1
-            last = self._until_it_waits()
-        return last
+    def fullest_stop(self) -> nn.Module | None:
+        """Return the module at which most jobs wait; None if none waits."""
+        counts = Counter(call.module for call in self.waiting)
+        return counts.most_common(1)[0][0] if counts else None
+
+    def start(self) -> Call | None:
+        """Start the next job; return the call at which it waits, or None if it has ended."""
+        self._threads.append(threading.Thread(target=self._work, args=(self.started,), daemon=True))
+        self._threads[-1].start()
+        self.started += 1
+        return self._until_it_waits()
 
     def go_on(self, calls: Sequence[Call]) -> Call | None:
         """Hand out results; return the call at which the last of these jobs waits next, or None if it has ended."""

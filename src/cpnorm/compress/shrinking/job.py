@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from cpnorm.compress.calibration import Calibrated, calibrate
 from cpnorm.compress.calibration_data import Batch, Metric, accuracy, batch_size, relative_error, tensors_of
-from cpnorm.compress.shrink_report import ShrinkReport, ShrunkLayer
+from cpnorm.compress.fitting.calibration import Calibrated, calibrate
+from cpnorm.compress.shrinking.report import ShrinkReport, ShrunkLayer
 from cpnorm.compress.truncation_job import Progress
 from cpnorm.deploy.factorization import Factorization
 from cpnorm.deploy.timing import fastest

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import cpnorm
 from cpnorm import truncate
-from cpnorm.compress import sequence
-from cpnorm.compress.layer_inputs import input_moments
-from cpnorm.compress.lockstep import Call, run_in_lockstep
-from cpnorm.compress.moments import (
+from cpnorm.compress.fitting import sequence
+from cpnorm.compress.fitting.layer_inputs import input_moments
+from cpnorm.compress.fitting.lockstep import Call, run_in_lockstep
+from cpnorm.compress.fitting.moments import (
     Moments,
     choose_positions,
     output_sensitivity,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cpnorm.compress.calibration import (
+from cpnorm.compress.fitting.calibration import (
     Calibration,
     fit_alone,
     has_statistics,
@@ -22,11 +22,11 @@ from cpnorm.compress.calibration import (
     modes_by_patch,
     terms_by_patch,
 )
-from cpnorm.compress.layer_target import Pair, Samples, Target
-from cpnorm.compress.lockstep import Call, run_in_lockstep
-from cpnorm.compress.moments import Versioned, are_unchanged, first_argument, outputs_first, versioned
-from cpnorm.compress.refit import Fitted, regress_outputs
-from cpnorm.compress.successors import EventLog, Successors, successors
+from cpnorm.compress.fitting.layer_target import Pair, Samples, Target
+from cpnorm.compress.fitting.lockstep import Call, run_in_lockstep
+from cpnorm.compress.fitting.moments import Versioned, are_unchanged, first_argument, outputs_first, versioned
+from cpnorm.compress.fitting.refit import Fitted, regress_outputs
+from cpnorm.compress.fitting.successors import EventLog, Successors, successors
 from cpnorm.cp.calibrated import fit
 from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.convert import fold

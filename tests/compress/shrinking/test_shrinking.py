@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import cpnorm
-from cpnorm.compress import shrink_cutting, shrinking
 from cpnorm.compress.calibration_data import as_batches, first_sample, relative_error
-from cpnorm.compress.shrink_cutting import budget_forms
-from cpnorm.compress.shrink_job import ShrinkJob, flops_of
+from cpnorm.compress.shrinking import cutting, shrinker
+from cpnorm.compress.shrinking.cutting import budget_forms
+from cpnorm.compress.shrinking.job import ShrinkJob, flops_of
 
 
 def low_rank(layer: nn.Module, rank: int = 4) -> nn.Module:
@@ -187,7 +187,7 @@ def test_latency_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
         return taken[0] if len(taken) == 1 else taken
 
     monkeypatch.setattr(ShrinkJob, "milliseconds", milliseconds)
-    for module in (shrinking, shrink_cutting):
+    for module in (shrinker, cutting):
         monkeypatch.setattr(module, "budget_forms", lambda job, cut, budget: budget_forms(job, cut, "flops"))
     small = cpnorm.shrink(model, x, latency_ms=0.6)
     assert 0.5 < small.report.milliseconds_after <= 0.6
