@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from cpnorm.compress.calibration_data import Batch, as_batches
 from cpnorm.compress.layer_inputs import inputs_and_sensitivity
-from cpnorm.compress.moments import outputs_first
+from cpnorm.compress.moments import Versioned, are_unchanged, first_argument, outputs_first, versioned
 from cpnorm.compress.refit import Fitted
 from cpnorm.cp.calibrated import fit
 from cpnorm.cp.closed_form import errors_by_rank
@@ -112,7 +112,7 @@ def calibrate_layers(
     model: nn.Module, layers: Mapping[str, CPLayer], inputs: Sequence[Any], progress: Progress | None = None
 ) -> tuple[dict[str, Calibration], int]:
     """Return the calibration of each layer that the data reach, and the bytes that feature maps take."""
-    with _built_weights(model):
+    with _built_weights(model), _shared_outputs(model):
         counted = _Counted(inputs, "measuring inputs and gradients of layers", progress)
         seen, metrics = inputs_and_sensitivity(model, layers, counted)
     found, free = {}, layers_with_free_mean(model)
@@ -167,6 +167,35 @@ def _built_weights(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.prebuilt = None
+
+
+@contextmanager
+def _shared_outputs(model: nn.Module) -> Iterator[None]:
+    """Compute each whole once per input inside the block: all parts of stacked layers call it."""
+    places = Counter(module for _, module in model.named_modules(remove_duplicate=False) if isinstance(module, CPLayer))
+    shared = [layer for layer, count in places.items() if count > 1 and "forward" not in layer.__dict__]
+    for layer in shared:
+        layer.__dict__["forward"] = _remembering(layer.forward)
+    try:
+        yield
+    finally:
+        for layer in shared:
+            layer.__dict__.pop("forward")
+
+
+def _remembering(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function that gives its last output again if the input is the same tensor."""
+    latest: list[Versioned] = []  # input and output
+
+    def remembered(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal latest
+        x = first_argument(args, kwargs)
+        if not (latest and are_unchanged(latest, [x, latest[1][0]])):
+            latest = versioned(x, y := forward(*args, **kwargs))
+            return y
+        return latest[1][0]
+
+    return remembered
 
 
 def layer_problem(layer: CPLayer, weight: Tensor, squares: Tensor, metric: Tensor | None) -> Problem:
