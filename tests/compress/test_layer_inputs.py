@@ -73,7 +73,8 @@ def test_one_pass_measures_what_two_do(limit: int, monkeypatch: pytest.MonkeyPat
     layers = cpnorm.canonical_layers(model)
     inputs, metrics = inputs_and_sensitivity(model, layers, data)
     apart, expected = input_moments(model, layers, data), output_sensitivity(model, layers, data)
-    assert metrics is not None and expected is not None
+    assert metrics is not None
+    assert expected is not None
     assert inputs.largest == apart.largest
     for name in layers:
         torch.testing.assert_close(metrics[name], expected[name])
