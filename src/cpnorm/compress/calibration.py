@@ -19,7 +19,7 @@ from cpnorm.compress.moments import Versioned, are_unchanged, first_argument, ou
 from cpnorm.compress.refit import Fitted
 from cpnorm.cp.calibrated import fit
 from cpnorm.cp.closed_form import errors_by_rank
-from cpnorm.cp.output_metric import Candidates, Problem
+from cpnorm.cp.output_metric import TRUST_IN_OUTPUTS, Candidates, Problem
 from cpnorm.cp.tensor import CPTensor
 from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.convert import canonical_layers
@@ -36,8 +36,14 @@ class Calibration:
     candidates: Candidates | None  # None for a matrix, whose best approximation is known
     errors: Tensor | None  # of a matrix, relative to that of a weight of zeros, after 0, 1, ... terms are dropped
     importance: float  # squared change of the network's outputs if the layer returned its mean output only
-    sensitivity: Tensor | None  # (g, o, o), mean diagonal 1
     repeated: bool  # called more than once per input, or tied
+
+    @property
+    def sensitivity(self) -> Tensor:  # (g, o, o), mean diagonal 1
+        """The metric of the outputs as it was measured; stored, it would take gigabytes for a language model."""
+        metric = self.problem.outputs.clone()
+        metric.diagonal(dim1=-2, dim2=-1).sub_(TRUST_IN_OUTPUTS)
+        return metric
 
     def expected_loss(self, rank: int) -> float:
         """Return an estimate of what cutting the layer to this rank costs; it grows without bound for large errors.
@@ -124,15 +130,8 @@ def calibrate_layers(
         importance = 1.0 if metrics is None else problem.total
         candidates = _candidates(problem, layer)
         errors = errors_by_rank(problem) if candidates is None else None
-        kept = None if metric is None else _normalized(metric)
-        found[name] = Calibration(problem, candidates, errors, importance, kept, moments.calls > len(inputs))
+        found[name] = Calibration(problem, candidates, errors, importance, moments.calls > len(inputs))
     return found, seen.largest
-
-
-def _normalized(metric: Tensor) -> Tensor:
-    """Return a metric in single precision, whose range its mean diagonal may exceed."""
-    size = metric.diagonal(dim1=-2, dim2=-1).mean()
-    return (metric / size if size > 0 else metric).float()
 
 
 def _candidates(problem: Problem, layer: CPLayer) -> Candidates | None:
