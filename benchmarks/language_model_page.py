@@ -81,7 +81,7 @@ def speed_records() -> list[Path]:
 def made() -> str:
     """Return the section that the records make."""
     found, held_out = (
-        json.loads((timing.RESULTS / f"language_model_{kind}.json").read_text()) for kind in ("cuda", "held_out_cpu")
+        json.loads((timing.RESULTS / f"language_model_{kind}.json").read_text()) for kind in ("cuda", "cpu_held_out")
     )
     return section(found, [json.loads(file.read_text()) for file in speed_records()], held_out)
 
