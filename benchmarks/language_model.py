@@ -339,7 +339,7 @@ def write(rows: list[dict[str, Any]], test: int, calibration: int, args: Any) ->
     caption = f"{text}, {test} windows of {args.length} tokens, calibrated on {calibration} of {source}, seed 0"
     caption = caption if args.held_out else caption.removesuffix(", seed 0")
     title = "SmolLM2-135M without training"
-    kind = f"held_out_{args.device}" if args.held_out else args.device
+    kind = f"{args.device}_held_out" if args.held_out else args.device
     timing.write("language_model", kind, title=title, claims=claims, tables={caption: rows})
 
 

@@ -13,21 +13,46 @@ from typing import Any
 import timing
 
 PAGE = timing.RESULTS.parent.parent / "docs" / "guides" / "yours.md"
+SPEEDS = (  # dense, cut, ratio
+    ("tokens/s dense", "tokens/s", "times as fast"),
+    ("written/s dense", "written/s", "times as fast, writing"),
+)
 BEGIN, END = "<!-- made by benchmarks/language_model_page.py -->", "<!-- end of what it made -->"
 
 
 def speed_lines(found: dict[str, Any]) -> list[str]:
     """Return the table of a record of benchmarks/language_model_speed.py."""
-    where = found["machine"]["gpu"] or f"{found['machine']['cpu']}, {found['machine']['threads']} threads"
-    lines = [f"| tokens a second, {where} | dense | cut | ratio |", "|---|---:|---:|---:|"]
-    for row in next(iter(found["tables"].values())):
-        speeds = [f"{row[key]['median']:,.0f}" for key in ("tokens/s dense", "tokens/s")]
-        name = f"{row['method']}, {100 * row['removed']:.0f} % removed"
-        lines.append(f"| {name} | {' | '.join(speeds)} | {row['times as fast']['median']:.2f}× |")
-    return lines
+    threads = "1 thread" if found["machine"]["threads"] == 1 else f"{found['machine']['threads']} threads"
+    where = found["machine"]["gpu"] or f"{found['machine']['cpu']}, {threads}"
+    caption, rows = next(iter(found["tables"].items()))
+    columns = ["tokens/s read, dense", "cut", "ratio", "tokens/s written, dense", "cut", "ratio", "file, MB"]
+    lines = [f"| speed and size | {' | '.join(columns)} |", "|---" + "|---:" * len(columns) + "|"]
+    for row in rows:
+        cells = []
+        for dense, cut, ratio in SPEEDS:
+            cells += [f"{row[key]['median']:,.{0 if row[key]['median'] > 99 else 1}f}" for key in (dense, cut)]
+            cells.append(f"{row[ratio]['median']:.2f}×")
+        cells.append(f"{row['file in bf16, MB']:.0f} of {row['file in bf16, MB, dense']:.0f}")
+        lines.append(f"| {row['method']}, {100 * row['removed']:.0f} % removed | {' | '.join(cells)} |")
+    return [*lines, "", f"{caption}; written one at a time; files in bfloat16 ({where})."]
 
 
-def section(found: dict[str, Any], speeds: Sequence[dict[str, Any]] = ()) -> str:
+def held_out_lines(found: dict[str, Any]) -> list[str]:
+    """Return the table of a record of benchmarks/language_model.py --held-out."""
+    caption, rows = next(iter(found["tables"].items()))
+    shares = sorted({round(row["removed"], 2) for row in rows if row["removed"]})
+    lines = [f"| perplexity, held out | {' | '.join(f'{100 * share:.0f} % removed' for share in shares)} |"]
+    lines.append("|---" + "|---:" * len(shares) + "|")
+    for method in dict.fromkeys(row["method"] for row in rows[1:]):
+        got = {round(row["removed"], 2): row["perplexity"] for row in rows if row["method"] == method}
+        lines.append(f"| {method} | {' | '.join(f'{got[share]:.1f}' for share in shares)} |")
+    where = found["machine"]["gpu"] or found["machine"]["cpu"]
+    return [*lines, "", f"Dense: {rows[0]['perplexity']:.1f}. {caption} ({where})."]
+
+
+def section(
+    found: dict[str, Any], speeds: Sequence[dict[str, Any]] = (), held_out: dict[str, Any] | None = None
+) -> str:
     """Return the tables of docs/guides/yours.md, made of the records; shares that were not measured are left out."""
     caption, rows = next(iter(found["tables"].items()))
     shares = sorted({round(row["removed"], 1) for row in rows if row["removed"]})
@@ -43,6 +68,8 @@ def section(found: dict[str, Any], speeds: Sequence[dict[str, Any]] = ()) -> str
         lines.append(f"Files of cpnorm's networks in bfloat16: {', '.join(f'{size:.0f}' for size in sizes)} MB.")
     for speed in speeds:
         lines += ["", *speed_lines(speed)]
+    if held_out:
+        lines += ["", *held_out_lines(held_out)]
     return "\n".join(lines)
 
 
@@ -51,11 +78,17 @@ def speed_records() -> list[Path]:
     return [file for file in files if file.exists()]
 
 
+def made() -> str:
+    """Return the section that the records make."""
+    found, held_out = (
+        json.loads((timing.RESULTS / f"language_model_{kind}.json").read_text()) for kind in ("cuda", "cpu_held_out")
+    )
+    return section(found, [json.loads(file.read_text()) for file in speed_records()], held_out)
+
+
 def main() -> None:
-    found = json.loads((timing.RESULTS / "language_model_cuda.json").read_text())
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    speeds = [json.loads(file.read_text()) for file in speed_records()]
-    PAGE.write_text(f"{before}{BEGIN}\n\n{section(found, speeds)}\n\n{END}{rest.partition(END)[2]}")
+    PAGE.write_text(f"{before}{BEGIN}\n\n{made()}\n\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,8 +107,33 @@ def test_speed_needs_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_guide_has_the_table_of_the_record() -> None:
-    found = json.loads((timing.RESULTS / "language_model_cuda.json").read_text())
     page = language_model_page.PAGE.read_text()
     made = page.partition(language_model_page.BEGIN)[2].partition(language_model_page.END)[0].strip()
-    speeds = [json.loads(file.read_text()) for file in language_model_page.speed_records()]
-    assert made == language_model_page.section(found, speeds)
+    assert made == language_model_page.made()
+
+
+def test_words_are_written_one_at_a_time(model: Any) -> None:
+    seen = []
+    handle = model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    with torch.no_grad():
+        language_model_speed.write_tokens(model, tokens()[:1, :4])
+    handle.remove()
+    assert seen == [4] + [1] * (language_model_speed.WRITTEN - 1)
+
+
+def test_windows_of_a_part_of_the_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+
+    class Tokenizer:
+        @classmethod
+        def from_pretrained(cls, folder: Path) -> Any:
+            return lambda words, verbose: {"input_ids": [int(word) for word in words.split()]}
+
+    monkeypatch.setattr("transformers.AutoTokenizer", Tokenizer)
+    (tmp_path / "valid.txt").write_text(" ".join(map(str, range(80))))
+    first = language_model.windows(tmp_path, tmp_path / "valid.txt", 4, 3, slice(75))
+    last = language_model.windows(tmp_path, tmp_path / "valid.txt", 4, 99, slice(75, None))
+    assert first[:, 0].tolist() == [0, 28, 56]
+    assert last[:, 0].tolist() == [60, 64, 68, 72, 76]

@@ -15,11 +15,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from cpnorm.compress.calibration_data import Batch, as_batches
 from cpnorm.compress.fitting.layer_inputs import inputs_and_sensitivity
-from cpnorm.compress.fitting.moments import outputs_first
+from cpnorm.compress.fitting.moments import Versioned, are_unchanged, first_argument, outputs_first, versioned
 from cpnorm.compress.fitting.refit import Fitted
 from cpnorm.cp.calibrated import fit
 from cpnorm.cp.closed_form import errors_by_rank
-from cpnorm.cp.output_metric import Candidates, Problem
+from cpnorm.cp.output_metric import TRUST_IN_OUTPUTS, Candidates, Problem
 from cpnorm.cp.tensor import CPTensor
 from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.convert import canonical_layers
@@ -36,8 +36,14 @@ class Calibration:
     candidates: Candidates | None  # None for a matrix, whose best approximation is known
     errors: Tensor | None  # of a matrix, relative to that of a weight of zeros, after 0, 1, ... terms are dropped
     importance: float  # squared change of the network's outputs if the layer returned its mean output only
-    sensitivity: Tensor | None  # (g, o, o), mean diagonal 1
     repeated: bool  # called more than once per input, or tied
+
+    @property
+    def sensitivity(self) -> Tensor:  # (g, o, o), mean diagonal 1
+        """The metric of the outputs as it was measured; stored, it would take gigabytes for a language model."""
+        metric = self.problem.outputs.clone()
+        metric.diagonal(dim1=-2, dim2=-1).sub_(TRUST_IN_OUTPUTS)
+        return metric
 
     def expected_loss(self, rank: int) -> float:
         """Return an estimate of what cutting the layer to this rank costs; it grows without bound for large errors.
@@ -112,7 +118,7 @@ def calibrate_layers(
     model: nn.Module, layers: Mapping[str, CPLayer], inputs: Sequence[Any], progress: Progress | None = None
 ) -> tuple[dict[str, Calibration], dict[str, int]]:
     """Return the calibration of each layer that the data reach, and the bytes that inputs of layers take."""
-    with _built_weights(model):
+    with _built_weights(model), _shared_outputs(model):
         counted = _Counted(inputs, "measuring inputs and gradients of layers", progress)
         seen, metrics = inputs_and_sensitivity(model, layers, counted)
     found, free = {}, layers_with_free_mean(model)
@@ -124,15 +130,8 @@ def calibrate_layers(
         importance = 1.0 if metrics is None else problem.total
         candidates = _candidates(problem, layer)
         errors = errors_by_rank(problem) if candidates is None else None
-        kept = None if metric is None else _normalized(metric)
-        found[name] = Calibration(problem, candidates, errors, importance, kept, moments.calls > len(inputs))
+        found[name] = Calibration(problem, candidates, errors, importance, moments.calls > len(inputs))
     return found, seen.bytes
-
-
-def _normalized(metric: Tensor) -> Tensor:
-    """Return a metric in single precision, whose range its mean diagonal may exceed."""
-    size = metric.diagonal(dim1=-2, dim2=-1).mean()
-    return (metric / size if size > 0 else metric).float()
 
 
 def _candidates(problem: Problem, layer: CPLayer) -> Candidates | None:
@@ -167,6 +166,35 @@ def _built_weights(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.prebuilt = None
+
+
+@contextmanager
+def _shared_outputs(model: nn.Module) -> Iterator[None]:
+    """Compute each whole once per input inside the block: all parts of stacked layers call it."""
+    places = Counter(module for _, module in model.named_modules(remove_duplicate=False) if isinstance(module, CPLayer))
+    shared = [layer for layer, count in places.items() if count > 1 and "forward" not in layer.__dict__]
+    for layer in shared:
+        layer.__dict__["forward"] = _remembering(layer.forward)
+    try:
+        yield
+    finally:
+        for layer in shared:
+            layer.__dict__.pop("forward")
+
+
+def _remembering(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function that gives its last output again if the input is the same tensor."""
+    latest: list[Versioned] = []  # input and output
+
+    def remembered(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal latest
+        x = first_argument(args, kwargs)
+        if not (latest and are_unchanged(latest, [x, latest[1][0]])):
+            latest = versioned(x, y := forward(*args, **kwargs))
+            return y
+        return latest[1][0]
+
+    return remembered
 
 
 def layer_problem(layer: CPLayer, weight: Tensor, squares: Tensor, metric: Tensor | None) -> Problem:

@@ -263,7 +263,8 @@ def output_sensitivity(
 
     def hold(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> Tensor:
         y = y if y.requires_grad else y.detach().requires_grad_()
-        held.append((layer, first_argument(args, kwargs), y))
+        if not any(y is before for *_, before in held[-1:]):  # of the last part of stacked layers
+            held.append((layer, first_argument(args, kwargs), y))
         return y.clone()  # the next module may change it in place
 
     hooked_layers = [m for m in model.modules() if isinstance(m, CPLayer) and tie_key(m) in names]

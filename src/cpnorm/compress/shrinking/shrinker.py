@@ -78,7 +78,8 @@ def shrink(
         samples: the largest number of samples of the data to use.
         skip: layers to leave alone: names, patterns such as "features.*", or types.
         together: under a budget of parameters or accuracy, let linear layers with the same input, such as query, key
-            and value, share their input vectors. This takes fewer parameters for the same outputs, and more FLOPs.
+            and value, share their input vectors. This takes fewer parameters for the same outputs, and more FLOPs. With
+            much data it may be worse; see the guide for what was measured on a language model.
         progress: called with (name of the step, steps done, steps in total).
 
     >>> import torch

@@ -207,7 +207,8 @@ def shrink(
         int | None,
         typer.Option(
             min=1,
-            help="images or windows to calibrate with, and to measure on; default: 512 images or 64 windows",
+            help="images or windows to calibrate with (as many images or half as many windows to measure on); default: "
+            "512 images or 64 windows",
             rich_help_panel=DATA,
         ),
     ] = None,
@@ -219,7 +220,7 @@ def shrink(
     skip: Annotated[list[str] | None, typer.Option(help="a layer to keep as it is; may be repeated")] = None,
     together: Annotated[
         bool, flag("--together/--apart", help="let query, key and value, and gate and up, share their input vectors")
-    ] = False,
+    ] = True,
     curve: Annotated[bool, flag("--curve/--no-curve", help="try larger and smaller budgets, too")] = True,
     device: Device = None,
     as_json: Json = False,

@@ -24,7 +24,7 @@ def document(network: str, outcome: Outcome) -> Document:
     sentences = [
         f"{report.network}, shrunk to {report.budget}: {'; '.join(report.steps)}. It took {report.seconds:.0f} s.",
         f"On held-out data, {name} is {before:.4g} before and {after:.4g} after.",
-        f"On the {report.samples:,} calibration samples, the outputs differ by {100 * report.output_error:.3g} %.",
+        f"The outputs differ by {100 * report.output_error:.3g} % on {report.samples_compared:,} calibration samples.",
     ]
     lead = _curve(outcome.curve, name, before) if outcome.curve else None
     sections = [

@@ -187,7 +187,10 @@ def _listed(file: Path) -> tuple[list[tuple[Path, int | None]], tuple[str, ...]]
 
 
 def read_text(file: Path, source: str, length: int, samples: int, batch: int) -> UserData:
-    """Read a plain text in windows of ``length`` tokens, of which the last quarter is held out."""
+    """Read a plain text in windows of ``length`` tokens, of which the last quarter is held out.
+
+    At most ``samples`` windows are for calibration, and half as many for measuring.
+    """
     from transformers import AutoTokenizer
 
     if not source.startswith(HUB):
@@ -204,7 +207,7 @@ def read_text(file: Path, source: str, length: int, samples: int, batch: int) ->
     if len(windows) < 2:
         raise ValueError(f"{file}: expected at least {2 * length} tokens, got {len(tokens)}: try --length")
     cut = max(1, 3 * len(windows) // 4)
-    parts = [_spread(part, samples) for part in (windows[:cut], windows[cut:])]
+    parts = [_spread(windows[:cut], samples), _spread(windows[cut:], max(1, samples // 2))]
     calibration, held_out = ([{"input_ids": rows} for rows in part.split(batch)] for part in parts)
     used = [f"{len(part):,} windows of {length:,} tokens" for part in parts]
     amount = f"{used[0]} to calibrate with, {used[1]} to measure on, of a text of {len(tokens):,} tokens"
