@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import cpnorm
-from cpnorm.compress import calibration
+from cpnorm.compress.fitting import calibration
 from cpnorm.compress.fitting.layer_inputs import input_moments, inputs_and_sensitivity
 from cpnorm.compress.fitting.moments import PRODUCT_ROWS, output_sensitivity, symmetric_product
 from cpnorm.nn.siblings import stack_siblings
