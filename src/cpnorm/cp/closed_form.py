@@ -1,12 +1,12 @@
 """The best approximation of a matrix in the metrics of its layer's inputs and outputs, by singular vectors.
 
 With S = L_S L_S^T and G = L_G L_G^T the error of V is ||L_G^T (W - V) L_S||^2, so that the best V of rank R is the
-truncated singular value decomposition of L_G^T W L_S, taken back. Nothing has to be iterated.
+truncated singular value decomposition of M = L_G^T W L_S, taken back. Nothing has to be iterated. If W has at least as
+many rows as columns, M^T M = L_S^T (W^T G W) L_S has the right singular vectors v as eigenvectors, and
+V = sum (W L_S v) (L_S^-T v)^T needs no root of G; otherwise rows and columns change places.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,54 +14,47 @@ from torch import Tensor
 from cpnorm.cp.output_metric import Factors, Problem
 from cpnorm.cp.spectra import eigh
 
+WORK_IN_DOUBLE = 2**28  # multiplications with the larger metric; more of them are in the weight's precision
+
 
 def errors_by_rank(problem: Problem) -> Tensor:  # -> (min(o, D),)
     """Return the relative errors after 0, 1, ... terms are dropped, the smallest first; no vectors are computed."""
-    squares = torch.linalg.eigvalsh(_Whitened.of(problem).gram()).clamp_min(0).cpu()  # of singular values, ascending
+    squares = torch.linalg.eigvalsh(_gram(problem)[0]).clamp_min(0).cpu()  # of singular values, ascending
     gone = squares.cumsum(0)
     return torch.cat([gone.new_zeros(1), gone[:-1]]).clamp(0.0, 1.0)
 
 
 def best_factors(problem: Problem, rank: int) -> Factors:
     """Return the factors of the best matrix of this rank, largest terms first; there are no more than min(o, D)."""
-    whitened = _Whitened.of(problem)
-    vectors = eigh(whitened.gram())[1].flip(-1)[:, :rank]
-    others = whitened.tall @ vectors
-    left, right = (others, vectors) if whitened.is_tall else (vectors, others)
-    ones = left.new_ones(1, left.shape[1])
-    modes = [torch.linalg.solve_triangular(whitened.output_root.mT, left, upper=True)]
-    into = torch.linalg.solve_triangular(whitened.input_root.mT, right, upper=True)
+    gram, root = _gram(problem)
+    vectors = eigh(gram)[1].flip(-1)[:, :rank]
+    smaller = torch.linalg.solve_triangular(root.mT, vectors, upper=True)
+    larger = _tall(problem).double() @ (root @ vectors)
+    left, right = (larger, smaller) if _is_tall(problem) else (smaller, larger)
     longest = max(range(1, len(problem.shape)), key=lambda mode: problem.shape[mode])
-    modes += [into if mode == longest else ones for mode in range(1, len(problem.shape))]
-    return [factor.to(problem.weight.dtype) for factor in modes]
+    ones = right.new_ones(1, right.shape[1])
+    factors = [left, *(right if mode == longest else ones for mode in range(1, len(problem.shape)))]
+    return [factor.to(problem.weight.dtype) for factor in factors]
 
 
-@dataclass(frozen=True, eq=False)
-class _Whitened:
-    """L_G^T W L_S, with the roots."""
+def _is_tall(problem: Problem) -> bool:
+    return problem.weight.shape[1] >= problem.weight.shape[2]
 
-    matrix: Tensor  # (o, D)
-    output_root: Tensor
-    input_root: Tensor
 
-    @classmethod
-    def of(cls, problem: Problem) -> _Whitened:
-        output_root, input_root = _root(problem.outputs[0]), _root(problem.inputs[0])
-        dtype = problem.weight.dtype
-        matrix = output_root.to(dtype).mT @ problem.weight[0] @ input_root.to(dtype)
-        return cls(matrix.double(), output_root, input_root)
+def _tall(problem: Problem) -> Tensor:
+    """Return the matrix with its smaller side in the columns."""
+    return problem.weight[0] if _is_tall(problem) else problem.weight[0].mT
 
-    @property
-    def is_tall(self) -> bool:
-        return self.matrix.shape[0] >= self.matrix.shape[1]
 
-    @property
-    def tall(self) -> Tensor:
-        """Return the matrix with its smaller side in the columns."""
-        return self.matrix if self.is_tall else self.matrix.mT
-
-    def gram(self) -> Tensor:
-        return self.tall.mT @ self.tall
+def _gram(problem: Problem) -> tuple[Tensor, Tensor]:  # -> (n, n), (n, n)
+    """Return M^T M or M M^T, whichever is smaller, and the root of the metric of that side."""
+    tall = _tall(problem)
+    metrics = problem.outputs[0], problem.inputs[0]
+    larger, smaller = metrics if _is_tall(problem) else metrics[::-1]
+    exact = len(tall) * tall.numel() <= WORK_IN_DOUBLE
+    image = larger.double() @ tall.double() if exact else larger @ tall
+    root = _root(smaller)
+    return root.mT @ (tall.mT.double() @ image.double()) @ root, root
 
 
 def _root(metric: Tensor) -> Tensor:  # (d, d) -> (d, d), lower triangular

@@ -9,8 +9,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from cpnorm.lab.cli import shrink
-from cpnorm.lab.cli.shrink import Steps, remaining
+from cpnorm.lab.cli import shrink, shrink_steps
+from cpnorm.lab.cli.shrink_steps import Steps, remaining
 
 
 class Clock:
@@ -26,7 +26,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(shrink, "time", made)
+    monkeypatch.setattr(shrink_steps, "time", made)
     return made
 
 

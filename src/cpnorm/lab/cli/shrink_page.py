@@ -48,7 +48,7 @@ def _sizes(outcome: Outcome) -> Grid:
     lines = {
         f"{outcome.quality_name} on held-out data": (outcome.quality_before, outcome.quality_after, "{:.4g}"),
         "parameters": (report.parameters_before, report.parameters_after, "{:,.0f}"),
-        "MFLOP of one sample": (report.flops_before / 1e6, report.flops_after / 1e6, "{:.2f}"),
+        "MFLOP of one sample": (report.flops_before / 1e6, report.flops_after / 1e6, "{:,.2f}"),
         f"ms of one sample on {report.device}": (report.milliseconds_before, report.milliseconds_after, "{:.3g}"),
     }
     rows = []
@@ -97,8 +97,12 @@ def _examples(examples: list[dict[str, Any]]) -> list[Block]:
     if not examples:
         return [Text("There are no held-out samples.")]
     if "prompt" in examples[0]:
-        columns = [Column(name, words=True) for name in ("text", "goes on before", "goes on after")]
-        return [Grid("", columns, [[words(row[key]) for key in ("prompt", "before", "after")] for row in examples])]
+        columns = [Column(name, words=True) for name in ("", "text", "goes on before", "goes on after")]
+        rows = [
+            [words(str(number)), *(words(" ".join(row[key].split())) for key in ("prompt", "before", "after"))]
+            for number, row in enumerate(examples, start=1)
+        ]
+        return [Grid("", columns, rows)]
     return [Gallery([_picture(number, row) for number, row in enumerate(examples)])]
 
 
