@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import cpnorm
 from cpnorm import truncate
-from cpnorm.compress.fitting import sequence
+from cpnorm.compress.fitting import memory, sequence
 from cpnorm.compress.fitting.layer_inputs import input_moments
 from cpnorm.compress.fitting.lockstep import Call, run_in_lockstep
 from cpnorm.compress.fitting.moments import (
@@ -179,7 +179,7 @@ def test_with_little_memory_later_layers_still_see_all_batches(monkeypatch: pyte
     monkeypatch.setattr(sequence._Sequence, "_visit_layer", visit)
     models = []
     for room in (2**30, 6 * 4 * 3 * 32 * 32 * 4):
-        monkeypatch.setattr(sequence, "ALIVE_BYTES", room)
+        monkeypatch.setattr(memory, "ALIVE_BYTES", room)
         models.append(cpnorm.canonical_norm(copy.deepcopy(dense)))
         seen.clear()
         cpnorm.truncate(models[-1], ranks={"0": 9, "3": 4}, data=batches)

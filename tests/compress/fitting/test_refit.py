@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import cpnorm
 from cpnorm import CPTensor
-from cpnorm.compress.fitting import sequence
+from cpnorm.compress.fitting import memory
 from cpnorm.compress.fitting.refit import Fitted, fit, refit_als, refit_lambdas
 from cpnorm.compress.fitting.sequence import refit_in_sequence
 from cpnorm.nn.running import run
@@ -215,7 +215,7 @@ def test_outputs_of_layers_that_see_only_some_of_the_data() -> None:
 @pytest.mark.parametrize("room", [2**32, 1])
 def test_all_vectors_of_layers_that_see_only_some_of_the_batches(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With too little memory for two batches at a time, those that reach no layer make room for others."""
-    monkeypatch.setattr(sequence, "ALIVE_BYTES", room)
+    monkeypatch.setattr(memory, "ALIVE_BYTES", room)
     torch.manual_seed(0)
     x = torch.randn(200, 16) * torch.linspace(0.1, 2, 16)
     whole = cpnorm.canonical_norm(Routed())

@@ -1,11 +1,13 @@
-"""Estimate the statistics of batch norms again after weights have changed."""
+"""Adapt the statistics of batch norms to weights that have changed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cpnorm._checks import check_model
@@ -61,3 +63,41 @@ def reestimate_batch_norm(model: Module, data: Any) -> Module:
         for norm, (momentum, _) in zip(norms, before, strict=True):
             norm.momentum = momentum
     return model
+
+
+def normalized(norm: _BatchNorm, x: Tensor, statistics: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """Return the output of a batch norm in eval mode with these statistics, by default its own."""
+    mean, variance = statistics or (cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var))
+    return F.batch_norm(x, mean, variance, norm.weight, norm.bias, False, 0.0, norm.eps)
+
+
+def moved_statistics(norm: _BatchNorm, old: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return mean and variance of a batch norm, changed by the difference between its old and its new inputs.
+
+    Only the difference, measured on the same data: few of them tell it better than the statistics themselves.
+    """
+    mean, variance = cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var)
+    before, after = _statistics(old), _statistics(new)
+    if before is None or after is None:
+        return mean.clone(), variance.clone()
+    ratio = torch.where(before[1] > 0, after[1] / before[1].clamp_min(1e-30), 1.0)
+    moved = mean.double() + after[0] - before[0]
+    return moved.to(mean.dtype), (variance.double() * ratio).to(variance.dtype)
+
+
+def _statistics(inputs: Iterable[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Return mean and variance of each channel over several feature maps."""
+    total: list[Tensor] = []
+    count = 0
+    shift = None
+    for x in inputs:
+        rows = x.transpose(0, 1).flatten(1)
+        shift = rows.mean(1, keepdim=True) if shift is None else shift
+        centered = rows - shift
+        sums = [centered.sum(1).double(), centered.square().sum(1).double()]
+        total = [a + b for a, b in zip(total, sums, strict=True)] if total else sums
+        count += rows.shape[1]
+    if shift is None or not count:
+        return None
+    mean = total[0] / count
+    return mean + shift[:, 0], total[1] / count - mean.square()

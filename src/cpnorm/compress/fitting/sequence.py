@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from cpnorm.compress.fitting.batch_norm import moved_statistics, normalized
 from cpnorm.compress.fitting.calibration import (
     Calibration,
     fit_alone,
@@ -24,6 +24,7 @@ from cpnorm.compress.fitting.calibration import (
 )
 from cpnorm.compress.fitting.layer_target import Pair, Samples, Target
 from cpnorm.compress.fitting.lockstep import Call, run_in_lockstep
+from cpnorm.compress.fitting.memory import batches_at
 from cpnorm.compress.fitting.moments import Versioned, are_unchanged, first_argument, outputs_first, versioned
 from cpnorm.compress.fitting.refit import Fitted, regress_outputs
 from cpnorm.compress.fitting.successors import EventLog, Successors, successors
@@ -33,8 +34,6 @@ from cpnorm.nn.convert import fold
 from cpnorm.nn.planner import linear_modes, weight_shape
 
 Progress = Callable[[str, int, int], None]
-ALIVE_BYTES = 4 * 2**30  # of feature maps that all inputs together may keep alive; with more, fewer inputs run
-MAPS_ALIVE = 6  # about so many times the input of a layer is alive at once, old and new
 RECTIFIED_ROUNDS = 2  # of fits to what is left after a rectifier, each from the one before
 RECTIFIED_STEPS = 40  # quasi-Newton steps in each
 
@@ -96,29 +95,13 @@ def refit_in_sequence(
             join where feature maps have become smaller.
         progress: called with (layer name, layers done, layers in total).
     """
-    room = _room(next(iter(layers.values())).lambdas.device)
-    batches = _batches_at(model, input_bytes or {}, room)
+    batches = batches_at(model, input_bytes or {}, next(iter(layers.values())).lambdas.device)
     sequence = _Sequence(
         model, layers, dict(forms), dict(ranks), calibrations, list(inputs), list(dense), regress, progress, batches
     )
     sequence.run()
     found = {name: sequence.new[name] for name in sequence.dense if name in sequence.new}
     return Refitted(sequence.forms, found, sequence.statistics)
-
-
-def _room(device: torch.device) -> float:
-    """Return the bytes that feature maps may take; on a GPU with more free memory, half of the free memory."""
-    free = torch.cuda.mem_get_info(device)[0] / 2 if device.type == "cuda" else 0
-    return max(ALIVE_BYTES, free)
-
-
-def _batches_at(model: nn.Module, input_bytes: Mapping[str, int], room: float) -> dict[nn.Module, int]:
-    """Return how many batches may run when a layer is reached: its feature maps and all later ones have to fit."""
-    found, largest = {}, 1
-    for name in reversed(list(input_bytes)):
-        largest = max(largest, input_bytes[name])
-        found[model.get_submodule(name)] = max(1, int(room / (MAPS_ALIVE * largest)))
-    return found
 
 
 class _FinishedError(Exception):
@@ -184,7 +167,7 @@ class _Sequence:
         def visit(module: nn.Module, calls: list[Call]) -> None:
             for call in calls:
                 if isinstance(module, _BatchNorm):
-                    call.result = _normalized(module, call.args[0])
+                    call.result = normalized(module, call.args[0])
                 else:
                     layer = cast(CPLayer, module)
                     call.result = self._forward(layer, call, self.old[self.names[layer]], cast(Any, layer.bias))
@@ -335,38 +318,8 @@ class _Sequence:
         return pairs
 
     def _visit_norm(self, norm: _BatchNorm, calls: list[Call]) -> None:
-        mean, variance = cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var)
         if norm not in self.statistics:
-            old, new = (_statistics(call.args[0] for call in calls if call.job % 2 == side) for side in (0, 1))
-            self.statistics[norm] = mean.clone(), variance.clone()
-            if old is not None and new is not None:
-                # Only the difference, measured on the same inputs: few of them tell it better than the statistics.
-                ratio = torch.where(old[1] > 0, new[1] / old[1].clamp_min(1e-30), 1.0)
-                moved = mean.double() + new[0] - old[0]
-                self.statistics[norm] = moved.to(mean.dtype), (variance.double() * ratio).to(variance.dtype)
+            old, new = ([call.args[0] for call in calls if call.job % 2 == side] for side in (0, 1))
+            self.statistics[norm] = moved_statistics(norm, old, new)
         for call in calls:
-            call.result = _normalized(norm, call.args[0], self.statistics[norm] if call.job % 2 else None)
-
-
-def _normalized(norm: _BatchNorm, x: Tensor, statistics: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """Return the output of a batch norm in eval mode with these statistics, by default its own."""
-    mean, variance = statistics or (cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var))
-    return F.batch_norm(x, mean, variance, norm.weight, norm.bias, False, 0.0, norm.eps)
-
-
-def _statistics(inputs: Iterable[Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Return mean and variance of each channel over several feature maps."""
-    total: list[Tensor] = []
-    count = 0
-    shift = None
-    for x in inputs:
-        rows = x.transpose(0, 1).flatten(1)
-        shift = rows.mean(1, keepdim=True) if shift is None else shift
-        centered = rows - shift
-        sums = [centered.sum(1).double(), centered.square().sum(1).double()]
-        total = [a + b for a, b in zip(total, sums, strict=True)] if total else sums
-        count += rows.shape[1]
-    if shift is None or not count:
-        return None
-    mean = total[0] / count
-    return mean + shift[:, 0], total[1] / count - mean.square()
+            call.result = normalized(norm, call.args[0], self.statistics[norm] if call.job % 2 else None)
