@@ -68,6 +68,14 @@ def test_moments_may_be_singular() -> None:
     assert nothing.to_dense().isfinite().all()
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
+def test_weights_may_be_zero_or_of_any_size(scale: float) -> None:
+    torch.manual_seed(0)
+    weight, x = scale * torch.randn(8, 4, 3, 3), torch.randn(500, 36)
+    fitted = cp_calibrated(weight, 20, x.mT @ x / 500).to_dense()
+    assert (fitted - weight).norm() <= 0.2 * weight.norm()
+
+
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_each_group_has_its_own_moments(groups: int) -> None:
     torch.manual_seed(0)

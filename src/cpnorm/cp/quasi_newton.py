@@ -60,7 +60,7 @@ def _descend(problem: Problem, factors: Factors, steps: int, ridge: float) -> tu
     here: Point = at(problem, factors, ridge)
     memory: deque[tuple[Factors, Factors]] = deque(maxlen=MEMORY)  # changes of the vectors and of the gradient
     before = here.objective
-    for step in range(steps):
+    for step in range(steps if before > 0 else 0):
         if step % MEMORY == 0:
             if step and not here.objective < (1 - LEAST_GAIN) * before:
                 return here.factors, steps - step
@@ -168,7 +168,7 @@ def _inverses(metrics: Sequence[Tensor], factors: Factors, others: Tensor) -> li
 
 def _inverse(matrix: Tensor) -> Tensor:
     """Return the inverse of a positive semidefinite matrix after damping."""
-    size = matrix.diagonal().mean().double().clamp_min(torch.finfo(torch.float64).tiny)
+    size = matrix.diagonal().mean().double().clamp_min(1e-30)  # of a matrix of zeros
     eye = torch.eye(len(matrix), dtype=torch.float64, device=matrix.device)
     root = torch.linalg.cholesky(matrix.double() + DAMPING * size * eye)
     return torch.cholesky_inverse(root).to(matrix.dtype)
