@@ -20,7 +20,7 @@ from cpnorm.nn.planner import output_space
 from cpnorm.nn.running import evaluating, run
 
 LEAST_SAMPLES = 2**15  # patches per layer over all inputs, if there are that many
-SAMPLES_PER_ENTRY = 16  # patches for each entry of a patch
+SAMPLES_PER_ENTRY = 48  # patches for each entry of a patch
 MOST_ENTRIES = 8192  # of a patch; the second moments of a larger one take more than half a GiB
 PRODUCT_ROWS = 192  # of a block of a symmetric product
 SENSITIVITY_INPUTS = 256  # inputs for which gradients of the network are computed
