@@ -117,15 +117,19 @@ def with_figures(text: str, records: Sequence[Record], figure: str) -> str:
     _, _, after = rest.partition(END)
     parts = []
     for name, here in networks(records).items():
-        machine = here[0]["machine"]
-        parts.append(f"**{name}**: {machine['gpu'] or machine['cpu']}, commit {_commits(here)}")
+        parts.append(f"**{name}**: {_machines(here)}")
         parts.append("\n".join(table(here)))
     parts.append(f"![accuracy against parameters and FLOPs]({figure})")
     return before + BEGIN + "\n" + "\n\n".join(parts) + "\n" + END + after
 
 
-def _commits(records: Sequence[Record]) -> str:
-    return ", ".join(sorted({record["commit"] or "?" for record in records}))
+def _machines(records: Sequence[Record]) -> str:
+    """Return each machine with the commits of its records."""
+    commits: dict[str, set[str]] = {}
+    for record in records:
+        machine = record["machine"]
+        commits.setdefault(machine["gpu"] or machine["cpu"], set()).add(record["commit"] or "?")
+    return "; ".join(f"{name}, commit {', '.join(sorted(found))}" for name, found in sorted(commits.items()))
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
