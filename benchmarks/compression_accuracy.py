@@ -18,7 +18,6 @@ import argparse
 import copy
 import dataclasses
 import json
-import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -319,7 +318,7 @@ class Run:
             "validation": args.validation,
             "width": args.width,
             "smoke": args.smoke,
-            "command": "python benchmarks/compression_accuracy.py " + " ".join(sys.argv[1:]),
+            "command": timing.command("compression_accuracy"),
             "date": time.strftime("%Y-%m-%d"),
             "commit": timing._commit(),
             "machine": timing.machine(),

@@ -184,7 +184,7 @@ def write(
     path = RESULTS / f"{script}_{device}.json"
     record = {
         "title": title,
-        "command": shlex.join(["python", f"benchmarks/{script}.py", *sys.argv[1:]]),
+        "command": command(script),
         "date": time.strftime("%Y-%m-%d"),
         "commit": _commit(),
         "machine": machine(),
@@ -196,6 +196,12 @@ def write(
     path.write_text(json.dumps(_rounded(record), indent=1, ensure_ascii=False) + "\n")
     print(f"written to {path}")
     return path
+
+
+def command(script: str) -> str:
+    """Return the command line of this process, with the last part of each absolute path, as it is wherever it runs."""
+    given = [Path(arg).name if Path(arg).is_absolute() else arg for arg in sys.argv[1:]]
+    return shlex.join(["python", f"benchmarks/{script}.py", *given])
 
 
 def machine() -> dict[str, Any]:
