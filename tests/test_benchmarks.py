@@ -184,3 +184,8 @@ def test_starting_up_loads_nothing_idle(code: str, idle: str) -> None:
     script = f"{code}\nimport sys\nprint('loaded:', [m for m in {idle.split()} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "loaded: []"
+
+
+def test_commands_are_recorded_without_the_folders_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["fit_parts.py", "--weights", "/home/me/weights", "--out", "results/a b.json"])
+    assert timing.command("fit_parts") == "python benchmarks/fit_parts.py --weights weights --out 'results/a b.json'"
