@@ -20,7 +20,7 @@ import dataclasses
 import json
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,10 +45,10 @@ from cpnorm.lab.training.trainer import Options, Trainer
 from small_layers import parameters
 
 SHARES = (0.5, 0.33, 0.2, 0.1, 0.05, 0.03, 0.02)
-PUBLISHED = {"resnet20": "resnet20-cifar10", "resnet56": "resnet56-cifar10"}
+PUBLISHED = {name.removesuffix("-cifar10"): name for name in pretrained.NETWORKS}
 HELD_OUT = 1024  # training images that decide whether batch-norm statistics are estimated anew
 SHARD = 15 * 2**20  # bytes of a file with dense weights
-BATCH = {"resnet20": 256, "resnet56": 256, "resnet18": 512, "vgg16": 512}  # images a step of fine-tuning
+BATCH = dict.fromkeys(PUBLISHED, 256) | {"resnet18": 512, "vgg16": 512}  # images a step of fine-tuning
 
 
 def main() -> None:
@@ -82,6 +82,18 @@ class Renormalized(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.network(x * self.scale + self.shift))
+
+
+class Mean(nn.Module):
+    """Several classifiers as one: the logarithm of their mean probabilities."""
+
+    def __init__(self, networks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(networks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = [network(x).float().log_softmax(1) for network in self.networks]
+        return torch.stack(outputs).logsumexp(0)  # without dividing by their number, which a softmax does
 
 
 class Run:
@@ -133,7 +145,7 @@ class Run:
             if not list(args.work.glob(f"{file.name}.*.safetensors")):
                 trained = self._train(file)
             self.network.load_state_dict(read_shards(file))
-        self.teacher = self._teacher() if args.teacher else None
+        self.teacher = Mean([self._teacher(name) for name in args.teacher]) if args.teacher else None
         self.network = self.network.to(self.device, memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
         use_arithmetic("fp32")  # whatever the training has used
         self.accuracy = accuracy(self.network, self.data)
@@ -142,9 +154,9 @@ class Run:
         if self._missing("dense", 1.0, None):
             self._write({"method": "dense", "share": 1.0, "accuracy": self.accuracy, "training": trained}, self.network)
 
-    def _teacher(self) -> nn.Module:
-        """Return the network that others learn from, on images that are normalised as this network's are."""
-        args, name = self.args, self.args.teacher
+    def _teacher(self, name: str) -> nn.Module:
+        """Return a network that others learn from, on images that are normalised as this network's are."""
+        args = self.args
         plain = load(args.data, args.data_dir)
         if name in PUBLISHED:
             about = pretrained.NETWORKS[PUBLISHED[name]]
@@ -251,7 +263,7 @@ class Run:
                     "accuracy": history[-1]["test_accuracy"],
                     "finetuning": {
                         **recipe.to_json(),
-                        "teacher": self.args.teacher or "dense",
+                        "teacher": "+".join(self.args.teacher or ["dense"]),
                         "images": len(data.train_labels),
                         "form": self.args.form,
                         "label": self.args.label,
@@ -272,8 +284,7 @@ class Run:
         settings |= {name: getattr(args, name) for name in given if getattr(args, name) is not None}
         images = args.finetune_images or len(self.data.train_labels)
         settings["batch_size"] = min(settings["batch_size"], images)
-        precision = "bf16" if self.device.type == "cuda" else "fp32"
-        return Recipe(epochs=args.epochs, precision=precision, seed=seed, **settings)  # type: ignore[arg-type]
+        return Recipe(epochs=args.epochs, precision=args.precision, seed=seed, **settings)
 
     # --- records ---
 
@@ -388,7 +399,7 @@ def read_shards(file: Path) -> dict[str, Tensor]:
 def arguments() -> argparse.Namespace:
     parser = timing.parser(__doc__, rounds=1)
     add = parser.add_argument
-    add("network", nargs="?", choices=["resnet20", "resnet56", "resnet18", "vgg16"], default="resnet20")
+    add("network", nargs="?", choices=list(BATCH), default="resnet20")
     add("--data", choices=["cifar10", "svhn"], default="cifar10")
     add("--data-dir", type=Path, help="official files; else $CPNORM_DATA")
     add("--weights", type=Path, help="published weights in a local file")
@@ -404,7 +415,7 @@ def arguments() -> argparse.Namespace:
     add("--epochs", type=float, default=20, help="of fine-tuning")
     add("--dense-epochs", type=int, default=60, help="of training a dense network")
     add("--train", action="store_true", help="train the dense network here, though there are published weights")
-    add("--teacher", help="learn from this network instead of the dense one: resnet56, or one trained before in --work")
+    add("--teacher", nargs="+", help="learn from the mean of these instead: published, or trained before in --work")
     add("--label", default="default", help="a name for these fine-tuning settings, to compare several")
     add("--lr", type=float)
     add("--batch-size", type=int)
@@ -416,6 +427,7 @@ def arguments() -> argparse.Namespace:
     add("--warmup", type=float)
     add("--augment", choices=["crop", "crop-flip", "crop-flip-cutout", "none"])
     add("--weight-decay", type=float)
+    add("--precision", choices=["bf16", "fp32"], help="of fine-tuning; else bf16 on a GPU, fp32 elsewhere")
     add("--test-every", type=int, default=5, help="epochs between two tests while fine-tuning")
     add("--calibration", type=int, default=1024, help="training images that the methods may look at")
     add("--copies", type=int, default=1, help="of each of these images, augmented anew")
@@ -434,6 +446,7 @@ def arguments() -> argparse.Namespace:
         args.train_images, args.test_images, args.calibration = 256, 200, 64
         args.width, args.epochs, args.dense_epochs = 0.125, 1, 1
         args.shares, args.finetune = [0.5], args.finetune and [0.5]
+    args.precision = args.precision or ("bf16" if args.device == "cuda" else "fp32")
     args.out = args.out or Path("results/networks") / f"{args.network}-{args.data}.jsonl"
     return args
 

@@ -122,7 +122,7 @@ def test_a_command_writes_records_once_and_draws_them(
     out = tmp_path / "records.jsonl"
     words = ["x", "vgg16", "--smoke", "--data-dir", str(tmp_path), "--out", str(out), "--work", str(tmp_path / "work")]
     words += ["--methods", "cpnorm", "svd", "--finetune", "0.5", "--control", "--threads", "1"]
-    words += ["--teacher", "vgg16"]  # itself, of this smoke test
+    words += ["--teacher", "vgg16", "vgg16"]  # itself, of this smoke test
     monkeypatch.setattr(sys, "argv", words)
     for _ in range(2):  # the second time there is nothing left to do
         compression_accuracy.main()

@@ -20,7 +20,14 @@ def parameters(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("resnet20", 269_722), ("resnet56", 853_018), ("resnet18", 11_173_962), ("vgg16", 14_724_042)]
+    ("name", "count"),
+    [
+        ("resnet20", 269_722),
+        ("resnet44", 658_586),
+        ("resnet56", 853_018),
+        ("resnet18", 11_173_962),
+        ("vgg16", 14_724_042),
+    ],
 )
 def test_parameters_and_outputs(name: str, count: int) -> None:
     network = models.build(name, 3, 10, 32).eval()

@@ -23,7 +23,8 @@ def overview(context: typer.Context) -> None:
 @app.command()
 def get(
     name: Annotated[
-        str, typer.Argument(help="mnist, cifar10, svhn or digits; or weights: resnet20-cifar10, resnet56-cifar10")
+        str,
+        typer.Argument(help="mnist, cifar10, svhn or digits; or weights: resnet20-cifar10, also 32, 44, 56"),
     ],
     data_dir: DataDir = None,
     address: Annotated[str | None, typer.Option(help="download from this address instead, such as a mirror")] = None,

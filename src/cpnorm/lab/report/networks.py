@@ -29,7 +29,14 @@ FOLDER = "networks"  # below the results
 OURS, DENSE = "cpnorm", "dense"
 NAMES = {"cpnorm": "cpnorm", "dense": "dense", "svd": "SVD", "whitened-svd": "whitened SVD"}
 NAMES |= {"torch-pruning": "Torch-Pruning", "tucker2": "Tucker-2", "cp-als": "CP by ALS", "tensorly-torch": "TensorLy"}
-NETWORKS = {"resnet18": "ResNet-18", "resnet20": "ResNet-20", "resnet56": "ResNet-56", "vgg16": "VGG-16"}
+NETWORKS = {
+    "resnet18": "ResNet-18",
+    "resnet20": "ResNet-20",
+    "resnet32": "ResNet-32",
+    "resnet44": "ResNet-44",
+    "resnet56": "ResNet-56",
+    "vgg16": "VGG-16",
+}
 DATA_NAMES = {"cifar10": "CIFAR-10", "svhn": "SVHN", "mnist": "MNIST", "digits": "digits"}
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-MODELS = ("alexnet", "lenet", "resnet18", "resnet20", "resnet56", "small_resnet", "vgg16")
+MODELS = ("alexnet", "lenet", "resnet18", "resnet20", "resnet32", "resnet44", "resnet56", "small_resnet", "vgg16")
 Rank = int | float | str | Mapping[str, int | float | str]
 
 

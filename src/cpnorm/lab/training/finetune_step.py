@@ -32,8 +32,7 @@ class FinetuneStep:
         device = data.train_labels.device
         self.on_gpu = device.type == "cuda"
         self.teacher = None if teacher is None else self._teacher(teacher, device)
-        if self.on_gpu:
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.layers = list(cpnorm.canonical_layers(model).values())
         self.averaged = copy.deepcopy(model)
         self._averages, self._current = _state(self.averaged), _state(model)

@@ -115,7 +115,7 @@ def build(
             return alexnet(channels, classes, image_size, width)
         case "lenet":
             return lenet(channels, classes, image_size, width)
-        case "resnet20" | "resnet56":
+        case "resnet20" | "resnet32" | "resnet44" | "resnet56":
             return networks.cifar_resnet(int(name.removeprefix("resnet")), channels, classes, width)
         case "resnet18":
             return networks.resnet18(channels, classes, width)

@@ -127,7 +127,7 @@ def load_pretrained(name: str, data_dir: str | Path | None = None, *, file: str 
     Images are normalised by the ``mean`` and ``std`` of ``pretrained.NETWORKS[name]``, which differ from the lab's.
 
     Args:
-        name: "resnet20-cifar10" or "resnet56-cifar10".
+        name: "resnet20-cifar10", or the same of 32, 44 or 56 layers.
         data_dir: folder to look in before ``$CPNORM_DATA`` and the user's cache.
         file: the weights themselves, as published (.th) or as safetensors; their checksum is compared either way.
     """

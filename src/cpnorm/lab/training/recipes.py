@@ -8,7 +8,7 @@ from cpnorm.lab.training.config import Config
 
 
 def dense_recipe(
-    model: Literal["resnet18", "vgg16", "resnet20", "resnet56"],
+    model: Literal["resnet18", "vgg16", "resnet20", "resnet32", "resnet44", "resnet56"],
     data: Literal["cifar10", "svhn"] = "cifar10",
     *,
     epochs: int = 60,
