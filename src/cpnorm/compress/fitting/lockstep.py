@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cpnorm.compress.fitting.memory import ProcessMemory
 from cpnorm.compress.fitting.successors import EventLog
 from cpnorm.nn.running import evaluating, run, uncompiled
 
@@ -58,6 +59,7 @@ def run_in_lockstep(
     """
     threads = _Threads(model, jobs, logs)
     visits: Counter[nn.Module] = Counter()
+    memory = ProcessMemory()
     with evaluating(model), uncompiled(), _Patched(stops, threads.stop):
         try:
             while threads.waiting or threads.started < len(jobs):
@@ -69,12 +71,14 @@ def run_in_lockstep(
                     while late and late.number < visits[late.module]:
                         visit(late.module, [late])
                         late = threads.go_on([late])
+                    memory.give_back()
                     module = threads.fullest_stop()
                 if module:
                     calls = sorted((c for c in threads.waiting if c.module is module), key=lambda call: call.job)
                     visit(module, calls)
                     visits[module] += 1
                     threads.go_on(calls)
+                    memory.give_back()
         finally:
             threads.cancel()
 
