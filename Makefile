@@ -67,8 +67,8 @@ INTERPRETERS ?= python3.11 python3.12 python3.13
 test-package: $(VENV)/dev.stamp
 	tests/package.sh $(BIN)/python $(INTERPRETERS)
 
-# Ten minutes on two quiet cores. Threads that share a core by accident spoil every timing.
-BENCHMARKS := training_step scaling scaling_layers scaling_records plan decompose inference any_network_inference startup
+# A quarter of an hour on two quiet cores. Threads that share a core by accident spoil every timing.
+BENCHMARKS := training_step scaling scaling_layers scaling_records plan decompose calibration inference any_network_inference startup
 bench: $(VENV)/dev.stamp
 	set -e; export OMP_PROC_BIND=true MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296; \
 	for name in $(BENCHMARKS); do \
