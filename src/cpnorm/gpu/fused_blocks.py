@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cpnorm.cp.tensor import dense_from_terms, khatri_rao, split_scale, unit_columns
+from cpnorm.gpu.block_sizes import Blocks, aligned
 from cpnorm.gpu.fused_launch import (
-    Blocks,
-    aligned,
     launch_epilogue,
     launch_fused_block,
     register_operators,
