@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from cpnorm.gpu import block_sizes, fused_launch
-from cpnorm.gpu.fused_blocks import FusedEpilogue, fused_block
+from cpnorm.gpu.fused_blocks import FusedEpilogue
+from cpnorm.gpu.fused_layers import fused_block
 from fused_kernels_cases import (
     TOLERANCES,
     _interpreter_multiplies_bfloat16,  # noqa: F401 (a fixture)
