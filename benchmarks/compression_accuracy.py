@@ -20,22 +20,22 @@ import dataclasses
 import json
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import safetensors.torch
 import torch
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch import nn
 
 import compression_figure
 import cpnorm
 import timing
+from compression_networks import Mean, Renormalized, divergence, flops, read_shards, write_shards
+from compression_options import BATCH, PUBLISHED, arguments
 from compressors import METHODS
 from cpnorm.lab.data import pretrained
 from cpnorm.lab.data.images import ImageSet, load
-from cpnorm.lab.training.evaluation import accuracy, calibration_batches, prepared
+from cpnorm.lab.training.evaluation import accuracy, calibration_batches
 from cpnorm.lab.training.finetune import Recipe, finetune
 from cpnorm.lab.training.forward import use_arithmetic
 from cpnorm.lab.training.models import build
@@ -44,15 +44,11 @@ from cpnorm.lab.training.recipes import dense_recipe
 from cpnorm.lab.training.trainer import Options, Trainer
 from small_layers import parameters
 
-SHARES = (0.5, 0.33, 0.2, 0.1, 0.05, 0.03, 0.02)
-PUBLISHED = {name.removesuffix("-cifar10"): name for name in pretrained.NETWORKS}
 HELD_OUT = 1024  # training images that decide whether batch-norm statistics are estimated anew
-SHARD = 15 * 2**20  # bytes of a file with dense weights
-BATCH = dict.fromkeys(PUBLISHED, 256) | {"resnet18": 512, "vgg16": 512}  # images a step of fine-tuning
 
 
 def main() -> None:
-    args = arguments()
+    args = arguments(__doc__)
     if args.plot:
         compression_figure.show(args.plot, args.figure, args.page)
         return
@@ -66,34 +62,6 @@ def main() -> None:
     if args.control:
         run.finetune("dense", 1.0, run.network)
     compression_figure.print_table([args.out])
-
-
-class Renormalized(nn.Module):
-    """A network for images that were normalised by other means and deviations."""
-
-    scale: Tensor
-    shift: Tensor
-
-    def __init__(self, network: nn.Module, scale: Tensor, shift: Tensor) -> None:
-        super().__init__()
-        self.network = network
-        self.register_buffer("scale", scale)
-        self.register_buffer("shift", shift)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.network(x * self.scale + self.shift))
-
-
-class Mean(nn.Module):
-    """Several classifiers as one: the logarithm of their mean probabilities."""
-
-    def __init__(self, networks: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.networks = nn.ModuleList(networks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs = [network(x).float().log_softmax(1) for network in self.networks]
-        return torch.stack(outputs).logsumexp(0)  # without dividing by their number, which a softmax does
 
 
 class Run:
@@ -343,112 +311,6 @@ class Run:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-
-
-@torch.no_grad()
-def divergence(model: nn.Module, dense: nn.Module, data: ImageSet) -> float:
-    """Return the mean Kullback-Leibler divergence from the dense network's outputs on the test images."""
-    total = 0.0
-    for images in data.test_images.split(1000):
-        x = prepared(images, data)
-        found, wanted = (each(x).float().log_softmax(1) for each in (model, dense))
-        total += nn.functional.kl_div(found, wanted, log_target=True, reduction="sum").item()
-    return total / len(data.test_images)
-
-
-# --- counting and storing -------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def flops(model: nn.Module, image: Tensor) -> int:
-    """Return the FLOPs for one image (two for each multiplication with addition); canonical layers as small layers."""
-    plain = copy.deepcopy(model).eval()
-    if cpnorm.canonical_layers(plain):
-        plain = cpnorm.factorize(plain, image, goal="parameters", measure=False)
-    with FlopCounterMode(display=False) as counter:
-        plain(image)
-    return counter.get_total_flops()
-
-
-def write_shards(model: nn.Module, file: Path) -> None:
-    """Store a network in half precision, in files of bounded size."""
-    parts: list[dict[str, Tensor]] = [{}]
-    room = SHARD
-    for name, value in model.state_dict().items():
-        value = value.detach().cpu().contiguous()
-        value = value.half() if value.is_floating_point() else value
-        room -= value.nbytes
-        if room < 0 and parts[-1]:
-            parts, room = [*parts, {}], SHARD - value.nbytes
-        parts[-1][name] = value
-    file.parent.mkdir(parents=True, exist_ok=True)
-    for number, part in enumerate(parts):
-        safetensors.torch.save_file(part, f"{file}.{number}.safetensors")
-
-
-def read_shards(file: Path) -> dict[str, Tensor]:
-    """Return what ``write_shards`` has stored, in single precision."""
-    found: Iterator[dict[str, Tensor]]
-    found = (safetensors.torch.load_file(part) for part in sorted(file.parent.glob(f"{file.name}.*.safetensors")))
-    return {k: v.float() if v.is_floating_point() else v for part in found for k, v in part.items()}
-
-
-# --- options --------------------------------------------------------------------------------------------------------
-
-
-def arguments() -> argparse.Namespace:
-    parser = timing.parser(__doc__, rounds=1)
-    add = parser.add_argument
-    add("network", nargs="?", choices=list(BATCH), default="resnet20")
-    add("--data", choices=["cifar10", "svhn"], default="cifar10")
-    add("--data-dir", type=Path, help="official files; else $CPNORM_DATA")
-    add("--weights", type=Path, help="published weights in a local file")
-    add("--out", type=Path, help="records; else results/networks/NETWORK-DATA.jsonl")
-    add("--work", type=Path, default=Path("runs/networks"), help="where networks are kept between commands")
-    add("--methods", nargs="*", choices=list(METHODS), default=list(METHODS))
-    add("--shares", nargs="*", type=float, default=list(SHARES), help="of the dense network's parameters")
-    add("--finetune", nargs="*", type=float, default=[], help="shares at which networks are fine-tuned")
-    add("--finetune-methods", nargs="*", choices=list(METHODS), default=[], help="else all of --methods")
-    add("--control", action="store_true", help="give the dense network the same fine-tuning")
-    add("--seeds", nargs="*", type=int, default=[0], help="of the fine-tuning")
-    add("--network-seed", type=int, default=0, help="of the dense network's training")
-    add("--epochs", type=float, default=20, help="of fine-tuning")
-    add("--dense-epochs", type=int, default=60, help="of training a dense network")
-    add("--train", action="store_true", help="train the dense network here, though there are published weights")
-    add("--teacher", nargs="+", help="learn from the mean of these instead: published, or trained before in --work")
-    add("--label", default="default", help="a name for these fine-tuning settings, to compare several")
-    add("--lr", type=float)
-    add("--batch-size", type=int)
-    add("--optimizer", choices=["sgd", "adamw"])
-    add("--form", choices=["canonical", "plain"], default="canonical", help="that cpnorm's networks are fine-tuned in")
-    add("--distillation", type=float)
-    add("--temperature", type=float)
-    add("--averaging", type=float)
-    add("--warmup", type=float)
-    add("--augment", choices=["crop", "crop-flip", "crop-flip-cutout", "none"])
-    add("--weight-decay", type=float)
-    add("--precision", choices=["bf16", "fp32"], help="of fine-tuning; else bf16 on a GPU, fp32 elsewhere")
-    add("--test-every", type=int, default=5, help="epochs between two tests while fine-tuning")
-    add("--calibration", type=int, default=1024, help="training images that the methods may look at")
-    add("--copies", type=int, default=1, help="of each of these images, augmented anew")
-    add("--train-images", type=int, help="only the first of them")
-    add("--test-images", type=int, help="only the first of them")
-    add("--validation", type=int, default=0, help="the last training images are the test set: for choices of settings")
-    add("--finetune-images", type=int, help="fine-tune on the first training images only")
-    add("--width", type=float, default=1.0, help="of ResNet-18 and VGG-16")
-    add("--time-limit", type=float, help="seconds after which nothing new is begun")
-    add("--smoke", action="store_true", help="everything once, on few images and narrow networks: does it run?")
-    add("--plot", nargs="*", type=Path, help="only make the tables and the figure of these records")
-    add("--figure", type=Path, default=Path("docs/assets/compression_accuracy.png"))
-    add("--page", type=Path, help="with --plot: the page to put the tables into, docs/guides/pretrained.md")
-    args = parser.parse_args()
-    if args.smoke:
-        args.train_images, args.test_images, args.calibration = 256, 200, 64
-        args.width, args.epochs, args.dense_epochs = 0.125, 1, 1
-        args.shares, args.finetune = [0.5], args.finetune and [0.5]
-    args.precision = args.precision or ("bf16" if args.device == "cuda" else "fp32")
-    args.out = args.out or Path("results/networks") / f"{args.network}-{args.data}.jsonl"
-    return args
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from torch import nn
 
 import cpnorm
 import timing
-from compression_accuracy import divergence
+from compression_networks import divergence
 from cpnorm.compress.fitting import layer_target, moments, sequence
 from cpnorm.compress.fitting.successors import Event, Successors, successors
 from cpnorm.lab.data import pretrained

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cpnorm.gpu import fused_launch
-from cpnorm.gpu.fused_blocks import FusedBlock, FusedEpilogue, fused_block, fused_input
+from cpnorm.gpu.fused_blocks import FusedBlock, FusedEpilogue
+from cpnorm.gpu.fused_layers import fused_block, fused_input
 from cpnorm.nn.canonical import CPLayer
 from cpnorm.nn.layers import CPConv2d, CPLinear
 from ways import HAS_TRITON, INTERPRETED, KERNEL, NEEDS_TRITON, WAYS, device, full_precision  # noqa: F401 (a fixture)

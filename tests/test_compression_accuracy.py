@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import compression_accuracy
 import compression_figure
+import compression_networks
 import compressors
 import small_layers
 from cpnorm.lab.data.images import STATISTICS
@@ -103,11 +104,11 @@ def test_the_smallest_loss_that_fits_the_budget_is_found() -> None:
 
 
 def test_weights_in_several_files_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compression_accuracy, "SHARD", 3000)
+    monkeypatch.setattr(compression_networks, "SHARD", 3000)
     model = cifar_resnet(8, width=0.25)
-    compression_accuracy.write_shards(model, tmp_path / "net")
+    compression_networks.write_shards(model, tmp_path / "net")
     assert len(list(tmp_path.iterdir())) > 2
-    found, expected = compression_accuracy.read_shards(tmp_path / "net"), model.state_dict()
+    found, expected = compression_networks.read_shards(tmp_path / "net"), model.state_dict()
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-6)

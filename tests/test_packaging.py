@@ -71,6 +71,18 @@ def test_extras_are_what_the_commands_promise() -> None:
     assert {name for names in inner for name in names.split(",")} <= set(PROJECT["optional-dependencies"])
 
 
+def test_the_files_that_mutate_names_exist() -> None:
+    code = (ROOT / "tests/trust/mutate.py").read_text()
+    modules, others = (
+        re.findall(r'^    "([\w/]+\.py)": \[', code, re.M),
+        re.findall(r'"((?:tests|src)/[\w/]+\.py)"', code),
+    )
+    assert len(modules) == 5
+    assert [
+        path for path in [*(f"src/cpnorm/{module}" for module in modules), *others] if not (ROOT / path).exists()
+    ] == []
+
+
 def test_the_changelog_is_in_the_form_it_names() -> None:
     """Keep a Changelog: versions in brackets with a date, newest first, and the six kinds of change."""
     text = (ROOT / "CHANGELOG.md").read_text()

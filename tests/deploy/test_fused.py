@@ -17,8 +17,8 @@ from cpnorm import canonical_layers, canonical_norm
 from cpnorm.deploy.fused import FUSED, FUSED_PATCHES, fused_copy
 from cpnorm.deploy.rewrite import NO_REWRITES, find_rewrites
 from cpnorm.deploy.tracing import trace
+from cpnorm.gpu.block_sizes import aligned
 from cpnorm.gpu.fused_blocks import FusedBlock, FusedEpilogue, FusedInput
-from cpnorm.gpu.fused_launch import aligned
 from cpnorm.nn.canonical import CPLayer
 from cpnorm.nn.layers import CPConv1d, CPConv2d, CPConvTranspose2d
 from fused_cases import (

@@ -14,7 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import cpnorm
-from cpnorm.gpu.fused_blocks import Blocks, FusedBlock, FusedEpilogue, can_fuse, fused_block, fused_input
+from cpnorm.gpu.block_sizes import Blocks
+from cpnorm.gpu.fused_blocks import FusedBlock, FusedEpilogue
+from cpnorm.gpu.fused_layers import can_fuse, fused_block, fused_input
 from cpnorm.nn.canonical import CPLayer
 from cpnorm.nn.layers import CPConv1d, CPConv2d
 from fused_kernels_cases import (

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cpnorm.gpu import fused_launch
-from cpnorm.gpu.fused_blocks import FusedEpilogue, fused_block
+from cpnorm.gpu import block_sizes, fused_launch
+from cpnorm.gpu.fused_blocks import FusedEpilogue
+from cpnorm.gpu.fused_layers import fused_block
 from fused_kernels_cases import (
     TOLERANCES,
     _interpreter_multiplies_bfloat16,  # noqa: F401 (a fixture)
@@ -28,13 +29,13 @@ from ways import HAS_TRITON, INTERPRETED, KERNEL, NEEDS_TRITON, WAYS, device, fu
 pytestmark = pytest.mark.usefixtures("full_precision")
 
 
-@pytest.mark.parametrize("shared", [fused_launch.H200_SHARED, 99 * 1024, 64 * 1024])  # H200, RTX 30 and 40, T4
+@pytest.mark.parametrize("shared", [block_sizes.H200_SHARED, 99 * 1024, 64 * 1024])  # H200, RTX 30 and 40, T4
 def test_blocks_fit_into_the_memory_that_threads_share(shared: int) -> None:
     sizes = itertools.product((1, 10**6), (10, 192, 1024), (16, 64, 256), (0, 16, 256), (False, True), (2, 4))
     for pixels, channels, terms, following, pool, itemsize in sizes:
-        blocks = fused_launch._blocks(pixels, channels, terms, following, pool, itemsize, shared)
+        blocks = block_sizes.choose_blocks(pixels, channels, terms, following, pool, itemsize, shared)
         widths = terms, following, 4 if pool else 1, itemsize
-        needed = fused_launch._shared_bytes(blocks.pixels, blocks.channels, blocks.stages, *widths)
+        needed = block_sizes.shared_bytes(blocks.pixels, blocks.channels, blocks.stages, *widths)
         assert needed <= shared or (blocks.pixels, blocks.channels, blocks.stages) == (16, 16, 1)
         assert min(blocks.pixels, blocks.channels) >= 16
         assert blocks.each % blocks.channels == 0
@@ -43,7 +44,7 @@ def test_blocks_fit_into_the_memory_that_threads_share(shared: int) -> None:
 def test_large_tiles_that_go_on_to_terms_take_more_than_one_turn() -> None:
     """For a loop with a single iteration, ptxas 12.8 generates code that reads an uninitialised register."""
     for channels, terms, following, pool in itertools.product((17, 32, 48, 64, 100), (16, 64, 128), (16, 32), (0, 1)):
-        blocks = fused_launch._blocks(10**6, channels, terms, following, bool(pool), 2, fused_launch.H200_SHARED)
+        blocks = block_sizes.choose_blocks(10**6, channels, terms, following, bool(pool), 2, block_sizes.H200_SHARED)
         assert blocks.pixels < 64 or blocks.channels < channels
 
 

@@ -33,11 +33,11 @@ from cosmic_ray.mutating import mutate_code
 ROOT = Path(__file__).parents[2]
 LAWS = "tests/nn/test_layers.py"
 TESTS = {  # the quickest to notice first
-    "tensor.py": ["tests/cp/test_tensor.py", "src/cpnorm/cp/tensor.py", LAWS],
-    "decompose.py": ["tests/cp/test_decompose.py", "src/cpnorm/cp/decompose.py"],
-    "sweeps.py": ["tests/cp/test_decompose.py", "src/cpnorm/cp/decompose.py"],
-    "contract.py": ["tests/nn/test_planner.py", "src/cpnorm/nn/planner.py", LAWS],
-    "compress.py": ["tests/compress/test_truncation.py", "src/cpnorm/compress/truncation.py"],
+    "cp/tensor.py": ["tests/cp/test_tensor.py", "src/cpnorm/cp/tensor.py", LAWS],
+    "cp/decompose.py": ["tests/cp/test_decompose.py", "src/cpnorm/cp/decompose.py"],
+    "cp/als.py": ["tests/cp/test_decompose.py", "src/cpnorm/cp/decompose.py"],
+    "nn/planner.py": ["tests/nn/test_planner.py", "src/cpnorm/nn/planner.py", LAWS],
+    "compress/truncation.py": ["tests/compress/test_truncation.py", "src/cpnorm/compress/truncation.py"],
 }
 
 

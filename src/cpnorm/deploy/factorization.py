@@ -26,8 +26,8 @@ from cpnorm.deploy.fused import FUSED, FUSED_FORMS, fused_copy, kernels_match_to
 from cpnorm.deploy.rewrite import NO_REWRITES, Rewrites, find_rewrites, halves_maps, make_plain
 from cpnorm.deploy.timing import fastest
 from cpnorm.deploy.tracing import Part, Trace, trace
-from cpnorm.gpu.fused_blocks import WIDEST
 from cpnorm.gpu.fused_launch import has_triton, kernels_supported
+from cpnorm.gpu.fused_layers import WIDEST
 from cpnorm.nn.convert import canonical_layers, including_tied, spread_over_tied
 from cpnorm.nn.running import run
 
@@ -145,7 +145,7 @@ class Factorization:
     @torch.no_grad()
     def _with_kernels(self, model: nn.Module, traced: Trace, cuda_graph: bool) -> Factorization:
         if self.fused_up_to is not None:
-            raise ValueError("this choice has kernels already")
+            raise ValueError("expected a choice without kernels, got one that has kernels already")
         dense = self._all_dense("dense, with kernels around it")
         layout = self.channels_last or runs_channels_last(traced)
         candidates: dict[str, tuple[Factorization, nn.Module]] = {"no kernels": (self, self.apply(model).eval())}

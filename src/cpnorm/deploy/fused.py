@@ -26,8 +26,9 @@ from cpnorm.deploy.rewrite import (
     scale_and_shift,
 )
 from cpnorm.deploy.tracing import Part, count_places, has_hooks
-from cpnorm.gpu.fused_blocks import FusedBlock, FusedEpilogue, can_fuse, fused_block, fused_input
-from cpnorm.gpu.fused_launch import aligned
+from cpnorm.gpu.block_sizes import aligned
+from cpnorm.gpu.fused_blocks import FusedBlock, FusedEpilogue
+from cpnorm.gpu.fused_layers import can_fuse, fused_block, fused_input
 from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.layers import CPConv2d, CPLinear
 from cpnorm.nn.running import hooked, run

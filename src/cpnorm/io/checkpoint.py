@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -18,10 +16,18 @@ from cpnorm.cp.tensor import CPTensor
 from cpnorm.deploy.forms import chain, dense_form, forms_of
 from cpnorm.deploy.rewrite import is_channels_last, output_layer, tagged, with_layout
 from cpnorm.gpu.fused_blocks import FusedBlock, FusedEpilogue, FusedInput
-from cpnorm.io.fileformat import Content, Shape, StoredForm, StoredLayer, checksum, join, opened, read_content, write
+from cpnorm.io.fileformat import Content, StoredForm, StoredLayer, checksum, join, opened, read_content, write
+from cpnorm.io.matching import (
+    canonical_class,
+    check_shapes,
+    check_values,
+    misfit,
+    same_weight,
+    wanted_tensors,
+    with_ties_of,
+)
 from cpnorm.nn.canonical import PATHS, CPLayer, tie_key
-from cpnorm.nn.convert import become_canonical, canonical_layers, check_not_sharded, fold, is_unmodified
-from cpnorm.nn.layers import CANONICAL_TYPES
+from cpnorm.nn.convert import become_canonical, canonical_layers, check_not_sharded, fold
 from cpnorm.nn.planner import weight_shape
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -82,14 +88,14 @@ def load(path: PathLike, model: Module) -> Module:
             content = read_content(Path(path), reader)
             undo = _rewrite(content, target)
             try:
-                content = _with_ties_of(target, content)
-                wanted = _wanted(content, target)
-                _check_shapes(content, wanted)
+                content = with_ties_of(target, content)
+                wanted = wanted_tensors(content, target)
+                check_shapes(content, wanted)
                 stored = {key: reader.get_tensor(key) for key in content.shapes if key not in content.tied}
                 if content.checksum not in (None, checksum(stored)):
                     raise ValueError(f"{path} is damaged: the checksum of its tensors differs")
                 tensors = {key: stored[content.source(key)] for key in wanted}
-                _check_values(content, wanted, tensors, target)
+                check_values(content, wanted, tensors, target)
             except BaseException:
                 for module, kind, attributes in undo:
                     module.__class__, module.__dict__ = kind, attributes
@@ -151,7 +157,7 @@ def _rewrite(content: Content, model: nn.Module) -> list[tuple[nn.Module, type[n
         try:
             module = model.get_submodule(name)
         except AttributeError:
-            raise _misfit(content, name, f"a layer of form {stored.form}", "missing") from None
+            raise misfit(content, name, f"a layer of form {stored.form}", "missing") from None
         if module not in made and not ("cpnorm_form" in module.__dict__ and _stored_form(module) == stored):
             made[module] = _empty(content, name, module, stored)
     before = [(module, type(module), module.__dict__) for module in made]
@@ -164,10 +170,10 @@ def _empty(content: Content, name: str, module: nn.Module, stored: StoredForm) -
     """Return a module of the stored form for this place, on the meta device."""
     if stored.form == "folded":
         if not isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise _misfit(content, name, "a folded batch norm", f"a {type(module).__name__}")
+            raise misfit(content, name, "a folded batch norm", f"a {type(module).__name__}")
         return tagged(nn.Identity(), form="folded")
-    if _kind(module) is None:
-        raise _misfit(content, name, f"a layer of form {stored.form}", f"a {type(module).__name__}")
+    if canonical_class(module) is None:
+        raise misfit(content, name, f"a layer of form {stored.form}", f"a {type(module).__name__}")
     plain = dense_form(module)
     dtype = cast(Tensor, next(plain.parameters())).dtype
     outputs = int(plain.out_features if isinstance(plain, nn.Linear) else cast(nn.Conv2d, plain).out_channels)
@@ -175,13 +181,13 @@ def _empty(content: Content, name: str, module: nn.Module, stored: StoredForm) -
     plain.register_parameter("bias", bias)
     if stored.form == "dense":
         return tagged(plain, form="dense")
-    if len(stored.modes) < 2 or not _same_weight(stored.modes, plain):
-        raise _misfit(content, name, stored.modes, weight_shape(plain))
+    if len(stored.modes) < 2 or not same_weight(stored.modes, plain):
+        raise misfit(content, name, stored.modes, weight_shape(plain))
     sizes = ((), (stored.rank,), *((size, stored.rank) for size in stored.modes))
     sigma, lambdas, *factors = (torch.empty(size, device="meta", dtype=dtype) for size in sizes)
     layer = become_canonical(plain, CPTensor(sigma, lambdas, tuple(factors)))
     if stored.form not in forms_of(layer):
-        raise _misfit(content, name, f"a layer of form {stored.form!r}", f"a {type(module).__name__}")
+        raise misfit(content, name, f"a layer of form {stored.form!r}", f"a {type(module).__name__}")
     return tagged(chain(layer, stored.form, empty=True), form=stored.form, rank=stored.rank, modes=list(stored.modes))
 
 
@@ -203,107 +209,6 @@ def _take_values(content: Content, tensors: Mapping[str, Tensor], model: nn.Modu
                 module._parameters[last] = owners.setdefault(content.source(join(name, last)), parameter)
 
 
-# --- comparing the file with the model ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """A tensor that the model will have with the file's forms; tensors with the same ``home`` are tied."""
-
-    shape: Shape
-    home: tuple[int, str]
-
-
-def _with_ties_of(model: nn.Module, content: Content) -> Content:
-    """Add the other keys of tied tensors, of which safetensors' ``save_model`` writes only one."""
-    state = model.state_dict(keep_vars=True)
-    there = {id(value): key for key, value in state.items() if key in content.shapes}
-    left_out = {k: there[id(v)] for k, v in state.items() if k not in content.shapes and id(v) in there}
-    shapes = {key: content.shapes[other] for key, other in left_out.items()}
-    tied = {key: content.source(other) for key, other in left_out.items()}
-    return replace(content, shapes=content.shapes | shapes, tied=content.tied | tied)
-
-
-def _wanted(content: Content, model: nn.Module) -> dict[str, _Wanted]:
-    changed: dict[str, dict[str, _Wanted]] = {}  # by a key of the model: its replacements
-    leaders: dict[int, tuple[str, StoredLayer | None]] = {}
-    for name, layer in model.named_modules(remove_duplicate=False):
-        kind, found = _kind(layer), content.layers.get(name)
-        if kind is None or not (found or (isinstance(layer, CPLayer) and join(name, "weight") in content.shapes)):
-            continue
-        if found and found.kind not in (None, kind.__name__):
-            raise _misfit(content, name or "the layer", found.kind, kind.__name__)
-        stored = found.modes if found else content.shapes[join(name, "weight")]
-        if not _same_weight(stored, layer):
-            raise _misfit(content, join(name, "weight"), stored, weight_shape(layer))
-        leader, form = leaders.setdefault(tie_key(layer), (name, found))
-        if form != found:
-            raise _untied(content, leader, name)
-        shapes: dict[str, Shape] = found.shapes() if found else {"weight": weight_shape(layer)}
-        new = {join(name, last): _Wanted(shape, (tie_key(layer), last)) for last, shape in shapes.items()}
-        for last, parameter in layer.named_parameters():
-            if parameter is not layer.bias:
-                changed[join(name, last)] = new
-    wanted: dict[str, _Wanted] = {}
-    for key, value in model.state_dict(keep_vars=True).items():
-        parts = key.split(".")
-        if parts[-1] == "num_batches_tracked" and key not in content.shapes:  # as torch, which wrote none before 0.4.1
-            continue
-        rewritten = any(".".join(parts[:n]) in content.forms for n in range(len(parts)))
-        if not isinstance(value, Tensor) or (value.is_meta and not rewritten):
-            raise ValueError(f"model: expected tensors with values only in its state, got something else for {key}")
-        if key not in changed and id(value) in leaders:
-            raise _untied(content, leaders[id(value)][0], key)
-        wanted |= changed.get(key, {key: _Wanted(tuple(value.shape), (id(value), ""))})
-    return wanted
-
-
-def _check_shapes(content: Content, wanted: Mapping[str, _Wanted]) -> None:
-    for key, want in wanted.items():
-        if content.shapes.get(key) != want.shape:
-            raise _misfit(content, key, content.shapes.get(key, "missing"), want.shape)
-    for key, shape in content.shapes.items():
-        if key not in wanted:
-            raise _misfit(content, key, shape, "missing")
-
-
-def _check_values(
-    content: Content, wanted: Mapping[str, _Wanted], tensors: Mapping[str, Tensor], model: nn.Module
-) -> None:
-    state, first = model.state_dict(), dict[tuple[int, str], str]()
-    for key, want in wanted.items():
-        tensor, floating = tensors[key], key not in state or state[key].is_floating_point()
-        if tuple(tensor.shape) != want.shape or tensor.is_floating_point() != floating:
-            here = state[key].dtype if key in state else "a floating-point number"
-            raise _misfit(content, key, tensor.dtype, here)
-        tied = first.setdefault(want.home, key)
-        if content.source(tied) != content.source(key) and not torch.equal(tensors[tied], tensor):
-            raise _untied(content, tied, key)
-
-
-def _misfit(content: Content, key: str, in_file: object, in_model: object) -> ValueError:
-    return ValueError(f"{content.path} does not fit: {key} is {in_file} in the file and {in_model} in the model")
-
-
-def _untied(content: Content, one: str, other: str) -> ValueError:
-    return ValueError(f"{content.path} does not fit: {one} and {other} are tied in the model, not in the file")
-
-
-def _kind(layer: nn.Module) -> type[CPLayer] | None:
-    """Return the canonical class of a layer, or the one it could have; None for a module without a canonical form."""
-    for kind in CANONICAL_TYPES:
-        if type(layer) is kind or is_unmodified(layer, kind.plain):
-            return kind if isinstance(layer, CPLayer) or "weight" in layer._parameters else None
-    return None
-
-
-def _same_weight(modes: Shape, layer: nn.Module) -> bool:
-    shape = weight_shape(layer)
-    if isinstance(layer, nn.Linear):
-        return math.prod(modes) == math.prod(shape) and shape[0] in [math.prod(modes[:n]) for n in range(1, len(modes))]
-    return modes == shape
-
-
 # --- taking the form of the file ----------------------------------------------------------------------------------
 
 
@@ -312,7 +217,7 @@ def _take_form(content: Content, tensors: Mapping[str, Tensor], model: nn.Module
     leaders: dict[int, nn.Module] = {}
     held = list(model.parameters())  # tie keys are ids: no other parameter may get the id of one that is replaced
     for name, layer in list(model.named_modules()):
-        kind, found = _kind(layer), content.layers.get(name)
+        kind, found = canonical_class(layer), content.layers.get(name)
         if kind is None or not (found or isinstance(layer, CPLayer)):
             continue
         leader = leaders.setdefault(tie_key(layer), layer)

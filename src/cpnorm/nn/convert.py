@@ -13,14 +13,22 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils import parametrize
 
 from cpnorm._checks import check_generator, check_int, check_model, check_type, is_number
 from cpnorm.cp.decompose import exact_rank
 from cpnorm.cp.tensor import CPTensor
 from cpnorm.nn.canonical import CPLayer, tie_key
+from cpnorm.nn.convertible import (
+    check_values,
+    is_conv1d,
+    is_unmodified,
+    layer_title,
+    own_reason,
+    reasons_in_short,
+    tie_reasons,
+)
 from cpnorm.nn.initial import check_options, initial_form
-from cpnorm.nn.layers import CANONICAL_TYPES, RESERVED
+from cpnorm.nn.layers import CANONICAL_TYPES
 
 Module = TypeVar("Module", bound=nn.Module)
 Rank = int | float | str
@@ -76,10 +84,10 @@ def canonical_norm(
     rank = spread_over_tied("rank", rank, layers, "convert") if isinstance(rank, Mapping) else rank
     modes = spread_over_tied("modes", modes or {}, layers, "convert")
     if not layers:
-        why = f": {_in_short(reasons)}" if reasons else ""
+        why = f": {reasons_in_short(reasons)}" if reasons else ""
         raise ValueError(f"{type(model).__name__} has no linear or convolutional layer to convert{why}")
     if reasons:
-        which = _in_short(reasons)
+        which = reasons_in_short(reasons)
         warnings.warn(f"canonical_norm leaves layers dense; list them in skip= to hide this: {which}", stacklevel=2)
 
     forms: dict[int, CPTensor] = {}  # by the id of the weight: tied layers share one
@@ -94,7 +102,7 @@ def canonical_norm(
         try:
             forms[id(weight)] = initial_form(weight.detach().reshape(shape), terms, init, lambdas, generator)
         except (ValueError, RuntimeError) as error:
-            raise ValueError(f"{error} ({_title(name, layer)})") from error
+            raise ValueError(f"{error} ({layer_title(name, layer)})") from error
     if progress:
         progress("", len(layers), len(layers))
 
@@ -141,9 +149,9 @@ def fold(model: Module) -> Module:
     for name, module in model.named_modules():
         if isinstance(module, CPLayer):
             if "bias" not in module._parameters:
-                raise ValueError(f"{_title(name)} has a pruned or parametrized bias; remove the pruning first")
+                raise ValueError(f"{layer_title(name)} has a pruned or parametrized bias; remove the pruning first")
             if "forward" in module.__dict__:
-                raise ValueError(f"{_title(name)} has a patched forward, which fold would lose; remove it first")
+                raise ValueError(f"{layer_title(name)} has a patched forward, which fold would lose; remove it first")
     tied: dict[int, nn.Parameter] = {}
     for module in layers:  # allocates all memory first, so that the model does not change if there is too little
         if (key := tie_key(module)) not in tied:
@@ -186,10 +194,12 @@ def examine_layers(model: nn.Module, skip: Skip = ()) -> tuple[dict[str, nn.Modu
         if name in left_alone:
             continue
         if isinstance(module, CPLayer):
-            raise ValueError(f"expected plain layers, got {_title(name, module)}, which is canonical already")
+            raise ValueError(f"expected plain layers, got {layer_title(name, module)}, which is canonical already")
         if any(is_unmodified(module, kind.plain) for kind in CANONICAL_TYPES):
             if isinstance(module, LazyModuleMixin):
-                raise ValueError(f"expected a layer with known shapes, got lazy {_title(name)}: run the model once")
+                raise ValueError(
+                    f"expected a layer with known shapes, got lazy {layer_title(name)}: run the model once"
+                )
             if reason := own_reason(module):
                 reasons[name] = reason
             else:
@@ -199,7 +209,7 @@ def examine_layers(model: nn.Module, skip: Skip = ()) -> tuple[dict[str, nn.Modu
     reasons |= tie_reasons(model, layers)
     layers = {name: layer for name, layer in layers.items() if name not in reasons}
     for name, layer in layers.items():
-        _check_values(name, layer)
+        check_values(name, layer)
     return layers, reasons
 
 
@@ -222,19 +232,6 @@ def skipped(model: nn.Module, skip: Skip) -> set[str]:
     return {name for name in modules if name in found or name.startswith(around)}
 
 
-WAYS = ("forward", "__call__", "_conv_forward", "_output_padding", "__setattr__", "__getattr__", "__getattribute__")
-HARMLESS = ("extra_repr", "reset_parameters", "_is_protocol")  # names that a subclass may add or override
-
-
-def is_unmodified(module: nn.Module, plain: type[nn.Module]) -> bool:
-    """Return True if the module computes what the plain layer computes and its class adds no public name."""
-    if not isinstance(module, plain) or any(getattr(type(module), w, 0) is not getattr(plain, w, 0) for w in WAYS):
-        return False
-    above = type(module).__mro__[: type(module).__mro__.index(plain)]
-    added = {name for kind in above if not kind.__module__.startswith("torch.") for name in vars(kind)}
-    return all(name in HARMLESS or name.startswith(("__", "_abc_")) for name in added)
-
-
 def check_not_sharded(model: nn.Module, action: str = "this") -> None:
     """Raise if parameters are FSDP-sharded, because each process holds only a part of them."""
     check_model(model)
@@ -244,48 +241,6 @@ def check_not_sharded(model: nn.Module, action: str = "this") -> None:
                 f"{action} needs whole parameters, but {name!r} is sharded by FSDP: gather the state dict into a model "
                 "that is not sharded first"
             )
-
-
-def own_reason(layer: nn.Module) -> str:
-    """Return why a layer by itself cannot be converted; an empty string if it can."""
-    if parametrize.is_parametrized(layer) or not {"weight", "bias"} <= layer._parameters.keys():
-        return "its weight or bias has a parametrization or pruning: remove that first"
-    weight = layer._parameters["weight"]
-    if weight is None:
-        return "it has no weight"
-    if not weight.is_floating_point():
-        return f"its weight is {weight.dtype}, not a real floating-point type: convert a model before quantising it"
-    taken = RESERVED & (vars(layer).keys() | layer._parameters.keys() | layer._buffers.keys() | layer._modules.keys())
-    if taken:
-        names = ", ".join(repr(name) for name in sorted(taken))
-        return f"its attribute {names} has a name that canonical layers use"
-    return ""
-
-
-def tie_reasons(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Return reasons for the layers whose weight is shared with a module that stays dense, by name."""
-    holders: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                holders.setdefault(id(parameter), []).append(name)
-    reasons = {}
-    for name, layer in layers.items():
-        weight = cast(Tensor, layer.weight)
-        for other in holders[id(weight)]:
-            tied = layers.get(other)
-            if tied is None or tied.weight is not weight or type(tied) is not type(layer):
-                reasons[name] = f"its weight is also that of {other}, which stays dense"
-                break
-    return reasons
-
-
-def _check_values(name: str, layer: nn.Module) -> None:
-    weight = cast(Tensor, layer.weight).detach()
-    if weight.is_meta:
-        raise ValueError(f"expected a weight with values, got one on the meta device in {_title(name, layer)}")
-    if not torch.isfinite(weight).all():
-        raise ValueError(f"expected finite values, got NaN or infinity in {_title(name, layer)}")
 
 
 _ADJECTIVES = {"convert": "convertible", "truncate": "canonical", "factorize": "canonical"}
@@ -316,13 +271,13 @@ def modes_of(name: str, layer: nn.Module, modes: Mapping[str, Sequence[int]]) ->
     """Return the shape in which a layer's weight is decomposed: its own, or the finer one of ``modes``."""
     weight = cast(Tensor, layer.weight)
     asked = modes.get(name, weight.shape)
-    check_type(asked, Sequence, f"a shape as modes of {_title(name, layer)}")
-    shape = tuple(check_int("a mode", size, where=f" for {_title(name, layer)}") for size in asked)
+    check_type(asked, Sequence, f"a shape as modes of {layer_title(name, layer)}")
+    shape = tuple(check_int("a mode", size, where=f" for {layer_title(name, layer)}") for size in asked)
     prefixes = [math.prod(shape[:n]) for n in range(1, len(shape))]
     if name in modes and not (isinstance(layer, nn.Linear) and weight.shape[0] in prefixes):
-        raise ValueError(f"expected modes of a linear layer, outputs first, got {shape} for {_title(name, layer)}")
+        raise ValueError(f"expected modes of a linear layer, outputs first, got {shape} for {layer_title(name, layer)}")
     if math.prod(shape) != weight.numel():
-        raise ValueError(f"expected modes with product {weight.numel()}, got {shape} for {_title(name, layer)}")
+        raise ValueError(f"expected modes with product {weight.numel()}, got {shape} for {layer_title(name, layer)}")
     return shape
 
 
@@ -333,13 +288,13 @@ def _resolve_rank(
     asked = rank.get(name, "exact") if isinstance(rank, Mapping) else rank
     if isinstance(asked, str):
         if asked != "exact":
-            raise ValueError(f"expected a number or 'exact' as rank, got {asked!r} for {_title(name, layer)}")
+            raise ValueError(f"expected a number or 'exact' as rank, got {asked!r} for {layer_title(name, layer)}")
         return exact
     if isinstance(asked, float) or "float" in str(getattr(asked, "dtype", "")):  # a float of Python, numpy or torch
         if not (is_number(asked) and 0 < asked <= 1):
-            raise ValueError(f"expected 0 < rank fraction <= 1, got {asked} for {_title(name, layer)}")
+            raise ValueError(f"expected 0 < rank fraction <= 1, got {asked} for {layer_title(name, layer)}")
         return max(1, round(float(asked) * exact))
-    terms = check_int("rank", asked, where=f" for {_title(name, layer)}")
+    terms = check_int("rank", asked, where=f" for {layer_title(name, layer)}")
     return min(terms, exact) if whole_model and not isinstance(rank, Mapping) else terms
 
 
@@ -350,30 +305,3 @@ def become_canonical(layer: nn.Module, cp: CPTensor) -> CPLayer:
     canonical = cast(CPLayer, layer)
     canonical.hold(cp, was)
     return canonical
-
-
-def is_conv1d(layer: nn.Module) -> bool:
-    """Return True for the linear layer of transformers' GPT-2, whose weight is transposed."""
-    kind = type(layer)
-    plain = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
-    return plain and {"weight", "bias"} <= layer._parameters.keys()
-
-
-def _in_short(reasons: Mapping[str, str], most: int = 4) -> str:
-    """Return the names of layers by reason, in a text of bounded length."""
-    names: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        names.setdefault(reason, []).append(name or "the layer")
-    parts = [
-        f"{', '.join(named[:most])}{f' and {len(named) - most} more' if len(named) > most else ''} ({reason})"
-        for reason, named in list(names.items())[:most]
-    ]
-    left = sum(len(named) for named in list(names.values())[most:])
-    return "; ".join(parts) + (f"; and {left} more layers" if left else "")
-
-
-def _title(name: str, layer: nn.Module | None = None) -> str:
-    title = name or "the layer"
-    if layer is None:
-        return title
-    return f"{title} with weight of shape {tuple(cast(Tensor, layer.weight).shape)}"

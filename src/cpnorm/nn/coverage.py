@@ -10,7 +10,8 @@ from torch.nn.utils import parametrize
 
 from cpnorm.nn.attention import unpack_attention
 from cpnorm.nn.canonical import CPLayer
-from cpnorm.nn.convert import Skip, is_conv1d, is_unmodified, own_reason, skipped, tie_reasons
+from cpnorm.nn.convert import Skip, skipped
+from cpnorm.nn.convertible import is_conv1d, is_unmodified, own_reason, tie_reasons
 from cpnorm.nn.layers import CANONICAL_TYPES
 from cpnorm.nn.planner import LAYERS
 

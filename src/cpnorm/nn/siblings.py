@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
-from cpnorm.nn.convert import is_unmodified
+from cpnorm.nn.convertible import is_unmodified
 from cpnorm.nn.running import evaluating, hooked, run
 
 

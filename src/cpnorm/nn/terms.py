@@ -135,7 +135,7 @@ class CanonicalTerms(nn.Module):
 
     @property
     def rank(self) -> int:
-        """Number of terms."""
+        """The number of terms."""
         return int(self.lambdas.shape[0])  # torch.jit.trace makes it a tensor
 
     @property

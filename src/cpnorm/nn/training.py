@@ -85,7 +85,7 @@ def renormalize_after(optimizer: torch.optim.Optimizer, model: nn.Module) -> Ren
     if not holds_terms(optimizer, model):
         raise ValueError("the optimizer holds no canonical parameter of the model: make it after canonical_norm")
     if not hasattr(optimizer, "_optimizer_step_post_hooks"):
-        raise TypeError(f"expected an optimizer with hooks, got a {type(optimizer).__name__}: do it before wrapping it")
+        raise TypeError(f"expected an optimizer with hooks, got a {type(optimizer).__name__}: call it before wrapping")
 
     return RenormalizeHandle(optimizer, model)
 

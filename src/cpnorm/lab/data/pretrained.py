@@ -159,5 +159,5 @@ def _unwrapped(checkpoint: Any) -> dict[str, Tensor]:
     """Return the parameters of a checkpoint that was saved from a DataParallel model."""
     weights = checkpoint["state_dict"] if isinstance(checkpoint, dict) and "state_dict" in checkpoint else checkpoint
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise ValueError("expected a state dict of tensors")
+        raise ValueError(f"expected a state dict of tensors, got an object of type {type(checkpoint).__name__}")
     return {key.removeprefix("module."): value for key, value in weights.items()}

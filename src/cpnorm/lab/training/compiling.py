@@ -19,14 +19,14 @@ _classes: dict[tuple[object, ...], type[nn.Module]] = {}
 
 @contextmanager
 def ready(model: nn.Module) -> Iterator[None]:
-    """Within the block the model compiles to fewer kernels, and models of other seeds share the compiled code."""
+    """Let the model compile to fewer kernels within the block, and share compiled code with models of other seeds."""
     with as_matrix_products(model), fused_relu_pool(model), one_class_for_all(model):
         yield
 
 
 @contextmanager
 def one_class_for_all(model: nn.Module) -> Iterator[None]:
-    """Within the block parametrized layers of all models have the same classes.
+    """Give parametrized layers of all models the same classes within the block.
 
     torch creates a new class for every such layer, and compiled code is cached by class: with weight normalisation
     every seed of a row would be compiled anew.
@@ -46,7 +46,7 @@ def one_class_for_all(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def as_matrix_products(model: nn.Module) -> Iterator[None]:
-    """Within the block the model's convolutions over few channels are computed by ``patches_conv2d``.
+    """Compute the model's convolutions over few channels by ``patches_conv2d`` within the block.
 
     cuDNN has no good kernels for a first layer. Compiled, the patches are cut out where the images are made, and a
     training step of the AlexNet-like network is 6 to 8 % shorter.
@@ -86,7 +86,7 @@ def patches_conv2d(
 
 @contextmanager
 def fused_relu_pool(model: nn.Module) -> Iterator[None]:
-    """Within the block each ReLU of a Sequential that is followed by 2 x 2 pooling is computed together with it.
+    """Compute each ReLU of a Sequential together with the 2 x 2 pooling that follows it, within the block.
 
     Compiled, torch's own operations write the rectified images, and search them again for the largest pixels in the
     backward pass: on an H200 a training step of the plain AlexNet-like network is 12 % longer.

@@ -136,7 +136,10 @@ def load_pretrained(name: str, data_dir: str | Path | None = None, *, file: str 
     # Published without the counters of batches, which nothing reads while momentum is a number.
     missing, unexpected = network.load_state_dict(weights, strict=False)
     if unexpected or any(not key.endswith("num_batches_tracked") for key in missing):
-        raise ValueError(f"{name}: expected the weights of a ResNet-{pretrained.NETWORKS[name].depth}")
+        others = ", ".join([*missing, *unexpected][:3])
+        raise ValueError(
+            f"{name}: expected the weights of a ResNet-{pretrained.NETWORKS[name].depth}, got others ({others})"
+        )
     return network.eval()
 
 
