@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import timing
+from language_model_speed import RATIOS
 
 PAGE = timing.RESULTS.parent.parent / "docs" / "guides" / "yours.md"
-SPEEDS = (  # dense, cut, ratio
-    ("tokens/s dense", "tokens/s", "times as fast"),
-    ("written/s dense", "written/s", "times as fast, writing"),
-)
+SPEEDS = {"tokens/s": "tokens/s read", "written/s": "tokens/s written", "written/s, graph": "by a CUDA graph"}
 BEGIN, END = "<!-- made by benchmarks/language_model_page.py -->", "<!-- end of what it made -->"
 
 
@@ -25,13 +23,15 @@ def speed_lines(found: dict[str, Any]) -> list[str]:
     threads = "1 thread" if found["machine"]["threads"] == 1 else f"{found['machine']['threads']} threads"
     where = found["machine"]["gpu"] or f"{found['machine']['cpu']}, {threads}"
     caption, rows = next(iter(found["tables"].items()))
-    columns = ["tokens/s read, dense", "cut", "ratio", "tokens/s written, dense", "cut", "ratio", "file, MB"]
+    measured = {name: title for name, title in SPEEDS.items() if name in rows[0]}
+    columns = [column for title in measured.values() for column in (f"{title}, dense", "cut", "ratio")] + ["file, MB"]
     lines = [f"| speed and size | {' | '.join(columns)} |", "|---" + "|---:" * len(columns) + "|"]
     for row in rows:
         cells = []
-        for dense, cut, ratio in SPEEDS:
-            cells += [f"{row[key]['median']:,.{0 if row[key]['median'] > 99 else 1}f}" for key in (dense, cut)]
-            cells.append(f"{row[ratio]['median']:.2f}×")
+        for name in measured:
+            medians = [row[key]["median"] for key in (f"{name} dense", name)]
+            cells += [f"{median:,.{0 if median > 99 else 1}f}" for median in medians]
+            cells.append(f"{row[RATIOS[name]]['median']:.2f}×")
         cells.append(f"{row['file in bf16, MB']:.0f} of {row['file in bf16, MB, dense']:.0f}")
         lines.append(f"| {row['method']}, {100 * row['removed']:.0f} % removed | {' | '.join(cells)} |")
     return [*lines, "", f"{caption}; written one at a time; files in bfloat16 ({where})."]

@@ -118,9 +118,23 @@ def test_words_are_written_one_at_a_time(model: Any) -> None:
         lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     with torch.no_grad():
-        language_model_speed.write_tokens(model, tokens()[:1, :4])
+        language_model_speed.write_tokens(model, tokens()[:1, :4], 6)
+        assert seen == [4] + [1] * 5
+        language_model_speed.graph_writer(model, "cpu", 6)()
     handle.remove()
-    assert seen == [4] + [1] * (language_model_speed.WRITTEN - 1)
+    assert seen == [4] + [1] * 11
+
+
+def test_ranks_are_rounded_to_multiples(model: Any) -> None:
+    ranks = {
+        "model.layers.0.self_attn.q_proj": 11,
+        "model.layers.1.mlp.up_proj": 2,
+        "model.layers.1.mlp.down_proj": None,
+    }
+    cut = language_model_speed.of_ranks(model, ranks, {"input_ids": tokens()[:1]}, multiple=8)
+    assert cut.model.layers[0].self_attn.q_proj.into.out_features == 8
+    assert cut.model.layers[1].mlp.up_proj.out.in_features == 8
+    assert isinstance(cut.model.layers[1].mlp.down_proj, torch.nn.Linear)
 
 
 def test_windows_of_a_part_of_the_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

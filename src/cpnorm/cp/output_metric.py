@@ -54,12 +54,14 @@ class Problem:
         output_metric, output_size = _conditioned(
             (eye if outputs is None else outputs.to(matrix)).expand(groups, -1, -1), TRUST_IN_OUTPUTS
         )
-        total = ((output_metric @ matrix @ metric) * matrix).sum().item()
+        metric, output_metric = metric.to(dtype), output_metric.to(dtype)
+        given = matrix.to(dtype)
+        total = ((output_metric @ given @ metric) * given).sum(dtype=torch.float64).item()
         scale = math.sqrt(total) if total > 0 else 1.0
         return cls(
             (matrix / scale).to(dtype),
-            metric.to(dtype),
-            output_metric.to(dtype),
+            metric,
+            output_metric,
             tuple(weight.shape),
             output_modes,
             scale,

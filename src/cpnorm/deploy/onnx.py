@@ -80,8 +80,11 @@ def _export(model: nn.Module, example_input: Inputs, path: Path, dynamic_batch: 
                 dynamic_shapes=_batch_dimensions(plain, args, kwargs) if dynamic_batch else None,
                 output_names=["output"] if single else None,
                 verbose=False,
+                optimize=False,
             )
             assert program is not None
+            _merge_duplicates(program.model)
+            program.optimize()
             _forget_traces(program.model.graph)
             program.save(draft, external_data=False)
         if check and importlib.util.find_spec("onnxruntime") is not None:
@@ -119,6 +122,15 @@ def _batch_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         if isinstance(x, Tensor) and x.ndim:
             shapes[x] = {0: batch}
     return shapes.dynamic_shapes(model, args, kwargs)
+
+
+def _merge_duplicates(model: Any) -> None:
+    """Leave one of each constant and repeated node, so that the optimizer has a third of the nodes to go through."""
+    from onnx_ir.passes import common
+
+    common.CommonSubexpressionEliminationPass()(model)
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    common.RemoveUnusedNodesPass()(model)
 
 
 def _forget_traces(graph: Any) -> None:

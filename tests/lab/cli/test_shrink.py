@@ -190,7 +190,7 @@ def test_errors_in_the_users_code_are_told_as_theirs(folder: Path, capsys: pytes
     assert "has no absent" in failing(capsys, "mine_to_shrink:absent", *half)
     assert "there is no module not_here" in failing(capsys, "not_here.models:build", *half)
     assert "expected package.module:function" in failing(capsys, "mine_to_shrink", *half)
-    assert "'int' object is not callable" in failing(capsys, "mine_to_shrink:nothing", *half)
+    assert "to be a function that returns a network, got int" in failing(capsys, "mine_to_shrink:nothing", *half)
     assert "exactly one budget" in failing(capsys, "mine_to_shrink:build")
     assert "expected a budget such as 10%" in failing(capsys, "mine_to_shrink:build", "--parameters", "small")
     assert "no such file of weights" in failing(capsys, "mine_to_shrink:build", *half, "--weights", "none.pt")

@@ -122,7 +122,7 @@ def test_a_network_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     for model, message in {
         "mine:network": "the paper has no ranks for mine:network: give --rank exact",
         "mine:number": "expected mine:number to return a torch.nn.Module, got int",
-        "nosuch:network": "cannot import the network 'nosuch:network'",
+        "nosuch:network": "there is no module nosuch here or among the installed packages",
         "nosuch": "expected model to be one of alexnet, lenet",
     }.items():
         assert main.main([*words[:-1], "other", "--model", model]) in (1, 2)

@@ -280,9 +280,10 @@ def output_sensitivity(
                 drawn = [_direction(y, generators) for y in outputs]
                 gradients = torch.autograd.grad(outputs, [y for *_, y in held], drawn, allow_unused=True)
                 for layer, gradient in _by_input(held, gradients):
-                    if bool(gradient.isfinite().all()):
+                    largest = torch.stack(gradient.aminmax()).abs().amax()
+                    if bool(largest.isfinite()):
                         name = names[tie_key(layer)]
-                        products, scale = _outer(layer, gradient)
+                        products, scale = _outer(layer, gradient, largest)
                         if name not in found:
                             found[name] = torch.zeros_like(products, dtype=torch.float64)
                         found[name].add_(products, alpha=scale)
@@ -316,7 +317,8 @@ def _direction(y: Tensor, generators: dict[torch.device, torch.Generator]) -> Te
     return torch.randn(y.shape, generator=generators[y.device], device=y.device).to(y.dtype)
 
 
-def _outer(layer: nn.Module, gradient: Tensor) -> tuple[Tensor, float]:  # -> (g, o, o), its scale
+def _outer(layer: nn.Module, gradient: Tensor, largest: Tensor) -> tuple[Tensor, float]:  # -> (g, o, o), its scale
+    """Return g g^T, divided by the square of the largest entry, which keeps squares in range."""
     dims = 0 if isinstance(layer, nn.Linear) else len(cast(Any, layer).kernel_size)
     rows = gradient.movedim(-1 - dims, -1).flatten(0, -2)
     share = 1.0
@@ -324,6 +326,6 @@ def _outer(layer: nn.Module, gradient: Tensor) -> tuple[Tensor, float]:  # -> (g
         chosen = torch.randint(len(rows), (SENSITIVITY_ROWS,), generator=torch.Generator().manual_seed(0))
         rows, share = rows[chosen.to(rows.device)], SENSITIVITY_ROWS / len(rows)
     rows = rows.reshape(-1, getattr(layer, "groups", 1), rows.shape[-1] // getattr(layer, "groups", 1)).transpose(0, 1)
-    scale = rows.abs().amax().clamp_min(torch.finfo(rows.dtype).tiny)  # keeps squares in range
+    scale = largest.clamp_min(torch.finfo(rows.dtype).tiny)
     rows = (rows / scale).float()
     return symmetric_product(rows), scale.double().square().item() / share

@@ -24,10 +24,10 @@ FOR_SPEED = 0.98  # share of a parameter budget for terms; the rest is for faste
 NEARLY = 1.05  # a faster form of a layer may have this many times the fewest parameters
 
 
-def cut_within(job: ShrinkJob, budget: str, amount: float) -> nn.Module:
-    """Return the canonical model, truncated so that its plain form is within the budget."""
+def cut_within(job: ShrinkJob, budget: str, amount: float) -> tuple[nn.Module, Factorization | None]:
+    """Return the canonical model, truncated so that its plain form is within the budget, and its forms if known."""
     if budget == "accuracy_drop":
-        return _by_accuracy(job, amount)
+        return _by_accuracy(job, amount), None
     if budget == "latency_ms":
         return _by_latency(job, amount)
     before = count_parameters(job.model) if budget == "parameters" else job.flops
@@ -48,7 +48,8 @@ def cut_within(job: ShrinkJob, budget: str, amount: float) -> nn.Module:
         last = attempt == ATTEMPTS - 1
         candidate = copy.deepcopy(job.exact)
         cut_to(job, candidate, budget, target)
-        small = plain_model(budget_forms(job, candidate, budget), candidate)
+        choice = budget_forms(job, candidate, budget)
+        small = plain_model(choice, candidate)
         got = count_parameters(small) if budget == "parameters" else flops_of(small, job.example)
         if got <= limit or last:
             break
@@ -57,7 +58,7 @@ def cut_within(job: ShrinkJob, budget: str, amount: float) -> nn.Module:
         target = max(least, less if 2 * less > target else int(0.98 * target * limit / got))
     if got > limit:
         warnings.warn(f"the result has {got:,} {budget}, more than the {limit:,} of the budget", stacklevel=3)
-    return candidate
+    return candidate, choice
 
 
 def _largest_dense(job: ShrinkJob) -> str:
@@ -99,7 +100,7 @@ def _by_accuracy(job: ShrinkJob, drop: float) -> nn.Module:
     return best
 
 
-def _by_latency(job: ShrinkJob, limit: float) -> nn.Module:
+def _by_latency(job: ShrinkJob, limit: float) -> tuple[nn.Module, Factorization]:
     whole, low, high, share = job.flops, 0.0, 1.0, 0.0
     quickly = {"refit": "none", "data": job.batches[:1]}  # the time depends on the ranks only
     least = math.inf
@@ -120,10 +121,11 @@ def _by_latency(job: ShrinkJob, limit: float) -> nn.Module:
     for slack in (1.0, 0.9, 0.8) if share else ():  # timings are noisy
         candidate = copy.deepcopy(job.exact)
         cut_to(job, candidate, "flops", math.ceil(slack * share * whole))
-        taken = job.milliseconds(plain_model(budget_forms(job, candidate, "latency_ms"), candidate))
+        choice = budget_forms(job, candidate, "latency_ms")
+        taken = job.milliseconds(plain_model(choice, candidate))
         least = min(least, taken)
         if taken <= limit:
-            return candidate
+            return candidate, choice
     raise ValueError(f"latency_ms: expected at least about {least:.3g} ms, the least time found, got {limit:g}")
 
 

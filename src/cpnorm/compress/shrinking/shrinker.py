@@ -149,17 +149,17 @@ class Shrinker:
         )
         job = self._job(self.together and budget in ("parameters", "accuracy_drop"))
         steps = ["exact canonical form"]
-        cut = cut_within(job, budget, amount)
+        cut, choice = cut_within(job, budget, amount)
         steps.append(f"cut and fitted to the outputs on {job.samples:,} samples")
         if finetune is not None:
             self.progress("fine-tuning", 0, 1)
             returned = finetune(cut.train())
-            cut = returned if isinstance(returned, nn.Module) else cut
+            cut, choice = returned if isinstance(returned, nn.Module) else cut, None
             renormalize(cut)
             steps.append("fine-tuned")
         cut.eval()
         self.progress("factorising", 0, 1)
-        choice = budget_forms(job, cut, budget)
+        choice = choice or budget_forms(job, cut, budget)
         small = plain_model(choice, cut)
         verified = job.verify(small, cut)
         steps.append("factorised into plain layers, outputs verified")

@@ -214,7 +214,7 @@ def shrink(
     ] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(min=1, help="samples at a time; default: 32 images or 4 windows", rich_help_panel=DATA),
+        typer.Option(min=1, help="samples at a time; default: 32 images, or windows of 2,048 tokens", rich_help_panel=DATA),
     ] = None,
     seed: Annotated[int, typer.Option(help="seed that chooses the calibration images", rich_help_panel=DATA)] = 0,
     skip: Annotated[list[str] | None, typer.Option(help="a layer to keep as it is; may be repeated")] = None,
@@ -242,7 +242,7 @@ def shrink(
     if (images is None) == (text is None):
         raise typer.BadParameter("expected either --images or --text")
 
-    used, at_a_time = (512, 32) if text is None else (64, 4)
+    used, at_a_time = (512, 32) if text is None else (64, max(1, 2048 // length))
     used, at_a_time = samples or used, batch_size or at_a_time
 
     def data() -> UserData:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 
 import cpnorm
 from cpnorm.lab.data.image_folder import IMAGES, class_folders, images_below
-from cpnorm.lab.training.users_code import users_code
+from cpnorm.lab.training.users_code import build_network
 
 HUB = "hf:"
 WRAPPERS = ("state_dict", "model", "model_state_dict")  # keys under which checkpoints keep the weights
@@ -26,38 +24,15 @@ WRAPPERS = ("state_dict", "model", "model_state_dict")  # keys under which check
 
 def load_network(source: str, weights: Path | None, device: str | None) -> nn.Module:
     """Return the network of ``package.module:function`` or ``hf:FOLDER``, with these weights, in evaluation mode."""
-    model = _from_transformers(Path(source[len(HUB) :])) if source.startswith(HUB) else _built(source)
+    if source.startswith(HUB):
+        model = _from_transformers(Path(source[len(HUB) :]))
+    elif ":" in source.strip(":"):
+        model = build_network(source, {}, {})
+    else:
+        raise ValueError(f"expected package.module:function or {HUB}FOLDER as network, got {source!r}")
     if weights is not None:
         _load_weights(model, weights)
     return model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _built(source: str) -> nn.Module:
-    module_name, _, attribute = source.partition(":")
-    if not module_name or not attribute:
-        raise ValueError(f"expected package.module:function or {HUB}FOLDER as network, got {source!r}")
-    sys.path.insert(0, "")  # as `python -m` does: modules of the folder one stands in
-    try:
-        with users_code(f"importing {module_name}"):
-            try:
-                module = importlib.import_module(module_name)
-            except ModuleNotFoundError as error:
-                if error.name and module_name.startswith(error.name):
-                    raise ValueError(f"there is no module {error.name} here or among the installed packages") from None
-                raise
-    finally:
-        sys.path.remove("")
-    try:
-        build = getattr(module, attribute)
-    except AttributeError:
-        raise ValueError(f"{module_name} has no {attribute}") from None
-    if isinstance(build, nn.Module):
-        return build
-    with users_code(f"{source}()"):
-        model = build()
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"expected {source}() to return a torch.nn.Module, got a {type(model).__name__}")
-    return model
 
 
 def _from_transformers(folder: Path) -> nn.Module:

@@ -6,12 +6,8 @@ in ranks, in records and in reports. Parameters start as torch draws them.
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import os
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -20,7 +16,7 @@ from cpnorm.lab.training import networks
 from cpnorm.lab.training.config import MODELS
 from cpnorm.lab.training.networks import scaled
 from cpnorm.lab.training.small_networks import SmallResNet
-from cpnorm.lab.training.users_code import users_code
+from cpnorm.lab.training.users_code import build_network
 
 
 def lenet(channels: int = 1, classes: int = 10, image_size: int = 28, width: float = 1.0) -> nn.Sequential:
@@ -125,30 +121,7 @@ def build(
     if ":" not in name:
         raise ValueError(f"expected a model among {', '.join(MODELS)} or module:function, got {name!r}")
     given = {"channels": channels, "classes": classes, "image_size": image_size, "width": width}
-    function = _imported(name)
-    wanted = {key: given[key] for key in inspect.signature(function).parameters if key in given}
-    with users_code(f"{name}()"):
-        network = function(**wanted, **(design or {}))
-    if not isinstance(network, nn.Module):
-        raise ValueError(f"expected {name} to return a torch.nn.Module, got {type(network).__name__}")
-    return network
-
-
-def _imported(name: str) -> Callable[..., nn.Module]:
-    module, _, function = name.partition(":")
-    path = list(sys.path)
-    sys.path.insert(0, os.getcwd())  # as with ``python -m``: a file in the working directory is found
-    try:
-        with users_code(f"importing {module}"):
-            imported = importlib.import_module(module)
-        found = getattr(imported, function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"cannot import the network {name!r}: {error}") from error
-    finally:
-        sys.path[:] = path
-    if not callable(found):
-        raise ValueError(f"expected {name} to be a function that returns a network, got {type(found).__name__}")
-    return found
+    return build_network(name, given, design or {})
 
 
 def _at_least(smallest: int, image_size: int) -> int:

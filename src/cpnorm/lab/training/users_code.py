@@ -1,12 +1,19 @@
-"""Errors of the user's own code, told as theirs."""
+"""Networks that the user's own code builds, and errors of that code, told as theirs."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import os
+import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 import cpnorm
 
@@ -29,3 +36,40 @@ def users_code(what: str) -> Iterator[None]:
             raise
         place = f"{own[-1].filename}, line {own[-1].lineno}"
         raise UsersCodeError(f"{what} raised {type(error).__name__}: {error} ({place})") from error
+
+
+def build_network(source: str, given: Mapping[str, Any], further: Mapping[str, Any]) -> nn.Module:
+    """Return the network that the function ``package.module:function`` builds, or a network of that name.
+
+    The function is called with those arguments of ``given`` that it has, and with all of ``further``.
+    """
+    build = _imported(source)
+    if isinstance(build, nn.Module):
+        return build
+    if not callable(build):
+        raise ValueError(f"expected {source} to be a function that returns a network, got {type(build).__name__}")
+    wanted = {name: given[name] for name in inspect.signature(build).parameters if name in given}
+    with users_code(f"{source}()"):
+        network = build(**wanted, **further)
+    if not isinstance(network, nn.Module):
+        raise ValueError(f"expected {source} to return a torch.nn.Module, got {type(network).__name__}")
+    return network
+
+
+def _imported(source: str) -> Any:
+    """Return what ``package.module:name`` names; modules of the working directory come first, as in ``python -m``."""
+    module_name, _, attribute = source.partition(":")
+    path = list(sys.path)
+    sys.path.insert(0, os.getcwd())
+    try:
+        with users_code(f"importing {module_name}"):
+            module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and module_name.startswith(error.name):
+            raise ValueError(f"there is no module {error.name} here or among the installed packages") from None
+        raise
+    finally:
+        sys.path[:] = path
+    if not hasattr(module, attribute):
+        raise ValueError(f"{module_name} has no {attribute}")
+    return getattr(module, attribute)
