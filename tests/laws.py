@@ -73,9 +73,11 @@ def close(got: Tensor, expected: Tensor, relative: float) -> None:
 
 
 def close_way(got: Tensor, expected: Tensor, start: Tensor, relative: float) -> None:
-    """Moved from the start alike, up to a share of the way: a step that is small beside the values must show."""
-    if (expected - start).norm() > 1e-6 * start.norm():
-        close(got - start, expected - start, relative)
+    """Moved from the start equally, up to a share of the way: a step that is small beside the values must show."""
+    way = (expected - start).norm()
+    if way > 1e-6 * start.norm():
+        rounding = 4 * torch.finfo(expected.dtype).eps * expected.norm() / way  # of the values, at most half of the way
+        close(got - start, expected - start, relative + rounding.item())
     else:
         close(got, expected, 1e-6)
 
