@@ -29,10 +29,11 @@ HEAD = """# Benchmarks
 
 <!-- Made by benchmarks/table.py from benchmarks/results; do not edit. -->
 
-Claims about speed, what was measured, and the commands that measure it again: `make bench` (CPU, a quarter of an
-hour on two quiet cores) and `make bench-gpu`. Every ratio was taken inside one run in which the competitors took turns. The tables
-show the median over the turns, with the smallest and the largest in brackets. If the load of a machine is above the
-number of threads of the benchmark, it was busy with other work: ratios are still meaningful then, times are not.
+Claims about speed, what was measured, and the commands that measure it again: `make bench` (CPU, a quarter of an hour
+on two quiet cores) and `make bench-gpu`. Every ratio was taken inside one run in which the competitors took turns. The
+tables show the median over the turns, with the smallest and the largest in brackets. If the load of a machine is above
+the number of threads of the benchmark, it was busy with other work: ratios are still meaningful then, times are
+not.
 """
 
 

@@ -214,7 +214,9 @@ def shrink(
     ] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(min=1, help="samples at a time; default: 32 images, or windows of 2,048 tokens", rich_help_panel=DATA),
+        typer.Option(
+            min=1, help="samples at a time; default: 32 images, or windows of 2,048 tokens", rich_help_panel=DATA
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="seed that chooses the calibration images", rich_help_panel=DATA)] = 0,
     skip: Annotated[list[str] | None, typer.Option(help="a layer to keep as it is; may be repeated")] = None,
