@@ -55,9 +55,10 @@ class Problem:
             (eye if outputs is None else outputs.to(matrix)).expand(groups, -1, -1), TRUST_IN_OUTPUTS
         )
         metric, output_metric = metric.to(dtype), output_metric.to(dtype)
-        given = matrix.to(dtype)
+        largest = matrix.abs().amax().item() or 1.0  # entries of about 1 have squares within range
+        given = (matrix / largest).to(dtype)
         total = ((output_metric @ given @ metric) * given).sum(dtype=torch.float64).item()
-        scale = math.sqrt(total) if total > 0 else 1.0
+        scale = largest * math.sqrt(total) if total > 0 else 1.0
         return cls(
             (matrix / scale).to(dtype),
             metric,
@@ -65,7 +66,7 @@ class Problem:
             tuple(weight.shape),
             output_modes,
             scale,
-            total * input_size * output_size,
+            largest**2 * total * input_size * output_size,
         )
 
     def double(self) -> Problem:
