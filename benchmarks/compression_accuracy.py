@@ -6,6 +6,7 @@ them.
 
     python benchmarks/compression_accuracy.py resnet56 --shares 0.5 0.33                 # published weights
     python benchmarks/compression_accuracy.py resnet18 --device cuda --finetune 0.05     # trained here first
+    python benchmarks/compression_accuracy.py resnet20 --methods cpnorm --shares 0.1 --distill 0.1   # without labels
     python benchmarks/compression_accuracy.py --plot results/networks/*.jsonl            # tables and the Pareto figure
 
 Records are lines of JSON, written as soon as they are known; what a file has already is not measured again. Networks
@@ -18,6 +19,7 @@ import argparse
 import copy
 import dataclasses
 import json
+import math
 import time
 import traceback
 from collections.abc import Mapping
@@ -44,6 +46,7 @@ from cpnorm.lab.training.recipes import dense_recipe
 from cpnorm.lab.training.trainer import Options, Trainer
 from small_layers import parameters
 
+DISTILLED = "distilled"  # the label of networks that were trained without labels
 HELD_OUT = 1024  # training images that decide whether batch-norm statistics are estimated anew
 
 
@@ -158,8 +161,10 @@ class Run:
         """Compress to a share of the parameters and record it; fine-tune where asked to."""
         args = self.args
         tunes = method in (args.finetune_methods or args.methods) and share in args.finetune
-        wanted = [seed for seed in args.seeds if tunes and self._missing(method, share, seed)]
-        if not wanted and not self._missing(method, share, None):
+        distils = method.startswith("cpnorm") and share in args.distill
+        labels = [args.label] * tunes + [DISTILLED] * distils
+        wanted = {label: [s for s in args.seeds if self._missing(method, share, s, label)] for label in labels}
+        if not any(wanted.values()) and not self._missing(method, share, None):
             return
         if self._out_of_time(f"{method} at {share:g}"):
             return
@@ -174,7 +179,9 @@ class Run:
             reason = f"{type(error).__name__}: {error}"[:500]
             self._write({"method": method, "share": share, "accuracy": None, "failed": reason}, None)
             return
-        if wanted:
+        if wanted.get(DISTILLED):
+            self.distill(method, share, model)
+        if wanted.get(args.label):
             self.finetune(method, share, model)
 
     def _compressed(self, method: str, share: float, cache: Path) -> nn.Module:
@@ -203,7 +210,24 @@ class Run:
         self._write({"method": method, "share": share, **found}, model)
         return model
 
-    # --- fine-tuning ---
+    # --- training what was compressed ---
+
+    def distill(self, method: str, share: float, model: nn.Module) -> None:
+        """Train copies of a network towards the dense one's outputs, without labels, and record them."""
+        args = self.args
+        mode = "crop-flip" if args.data == "cifar10" else "crop"
+        passes = math.ceil(64 * args.distill_steps / args.distill_images)
+        batches = calibration_batches(self.data, args.distill_images, mode=mode, copies=passes)
+        for seed in args.seeds:
+            if not self._missing(method, share, seed, DISTILLED):
+                continue
+            started, images = time.perf_counter(), min(args.distill_images, len(self.data.train_labels))
+            twin = cpnorm.distill(copy.deepcopy(model), self.network, batches, steps=args.distill_steps, seed=seed)
+            self._synchronize()
+            how = {"label": DISTILLED, "steps": args.distill_steps, "images": images, "labels": False}
+            found = {"finetuning": how, "seconds": round(time.perf_counter() - started, 2)}
+            found |= {"accuracy": accuracy(twin, self.data), "divergence": divergence(twin, self.network, self.data)}
+            self._write({"method": method, "share": share, "seed": seed, **found}, twin)
 
     def finetune(self, method: str, share: float, model: nn.Module) -> None:
         """Fine-tune copies of a network, one for each seed, and record them."""
@@ -256,7 +280,7 @@ class Run:
 
     # --- records ---
 
-    def _missing(self, method: str, share: float, seed: int | None) -> bool:
+    def _missing(self, method: str, share: float, seed: int | None, label: str | None = None) -> bool:
         args = self.args
         key = (
             args.network,
@@ -265,7 +289,7 @@ class Run:
             method,
             share,
             seed,
-            args.label if seed is not None else None,
+            (label or args.label) if seed is not None else None,
             round(self.accuracy, 2),
         )
         return key not in {compression_figure.key(record) for record in self.records}

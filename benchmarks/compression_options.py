@@ -28,6 +28,9 @@ def arguments(description: str | None) -> argparse.Namespace:
     add("--shares", nargs="*", type=float, default=list(SHARES), help="of the dense network's parameters")
     add("--finetune", nargs="*", type=float, default=[], help="shares at which networks are fine-tuned")
     add("--finetune-methods", nargs="*", choices=list(METHODS), default=[], help="else all of --methods")
+    add("--distill", nargs="*", type=float, default=[], help="shares at which cpnorm's networks are distilled")
+    add("--distill-steps", type=int, default=512, help="of 64 images, without labels")
+    add("--distill-images", type=int, default=8192, help="training images that these steps see")
     add("--control", action="store_true", help="give the dense network the same fine-tuning")
     add("--seeds", nargs="*", type=int, default=[0], help="of the fine-tuning")
     add("--network-seed", type=int, default=0, help="of the dense network's training")
@@ -64,7 +67,8 @@ def arguments(description: str | None) -> argparse.Namespace:
     if args.smoke:
         args.train_images, args.test_images, args.calibration = 256, 200, 64
         args.width, args.epochs, args.dense_epochs = 0.125, 1, 1
-        args.shares, args.finetune = [0.5], args.finetune and [0.5]
+        args.shares, args.finetune, args.distill = [0.5], args.finetune and [0.5], args.distill and [0.5]
+        args.distill_steps = 2
     args.precision = args.precision or ("bf16" if args.device == "cuda" else "fp32")
     args.out = args.out or Path("results/networks") / f"{args.network}-{args.data}.jsonl"
     return args

@@ -25,6 +25,7 @@ from cpnorm.compress.truncation import truncate
 from cpnorm.compress.fitting.calibration import Calibrated, calibrate
 from cpnorm.compress.report import Report
 from cpnorm.compress.gradual import GradualTruncation
+from cpnorm.compress.distillation import distill
 from cpnorm.compress.fitting.batch_norm import reestimate_batch_norm
 from cpnorm.compress.shrinking.sweeping import Sweep, sweep
 from cpnorm.describe.summarize import Summary, summary
@@ -71,6 +72,7 @@ __all__ = [
     "Calibrated",
     "Report",
     "GradualTruncation",
+    "distill",
     "reestimate_batch_norm",
     "sweep",
     "Sweep",

@@ -28,20 +28,25 @@ def as_batches(data: Any, samples: int | None = None) -> list[Batch]:
             "labels", if there are any, are the targets as well.
         samples: stop after the batch with which this many samples are reached.
     """
-    if isinstance(data, Tensor | Mapping) or (isinstance(data, tuple) and data and isinstance(data[0], Tensor)):
-        data = [data]
-    if not isinstance(data, Iterable) or isinstance(data, str | bytes):
-        raise TypeError(f"data: expected a DataLoader, tensors or batches of inputs, got a {type(data).__name__}")
     batches: list[Batch] = []
     seen = 0
-    for batch in data:
-        batches.append(_as_batch(batch))
-        seen += batch_size(batches[-1][0])
+    for batch in iterate_batches(data):
+        batches.append(batch)
+        seen += batch_size(batch[0])
         if samples is not None and seen >= samples:
             break
     if not batches:
         raise ValueError("data: expected at least one batch, got none")
     return batches
+
+
+def iterate_batches(data: Any) -> Iterator[Batch]:
+    """Return the batches of ``as_batches`` one at a time."""
+    if isinstance(data, Tensor | Mapping) or (isinstance(data, tuple) and data and isinstance(data[0], Tensor)):
+        data = [data]
+    if not isinstance(data, Iterable) or isinstance(data, str | bytes):
+        raise TypeError(f"data: expected a DataLoader, tensors or batches of inputs, got a {type(data).__name__}")
+    return map(_as_batch, data)
 
 
 def _as_batch(batch: Any) -> Batch:
@@ -68,17 +73,22 @@ def batch_size(inputs: Any) -> int:
     return next((len(x) for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor) and x.ndim), 1)
 
 
-def first_sample(model: nn.Module, inputs: Any) -> Any:
-    """Return the first sample as a batch of one, on the device of the model."""
+def samples_at(inputs: Any, index: Tensor) -> Any:
+    """Return some samples of a batch; what has no dimension of samples stays as it is."""
     size = batch_size(inputs)
-
-    def first(x: Any) -> Any:
-        alone = isinstance(x, Tensor) and x.ndim and len(x) == size
-        return to_device_of(model, x[:1].clone() if alone else x)
-
     if isinstance(inputs, list):
         inputs = tuple(inputs)  # torch's DataLoader turns a tuple into a list
-    return pytree.tree_map(first, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+
+    def chosen(x: Any) -> Any:
+        return x[index.to(x.device)] if isinstance(x, Tensor) and x.ndim and len(x) == size else x
+
+    return pytree.tree_map(chosen, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+
+
+def first_sample(model: nn.Module, inputs: Any) -> Any:
+    """Return the first sample as a batch of one, on the device of the model."""
+    first = samples_at(inputs, torch.zeros(1, dtype=torch.long))
+    return pytree.tree_map(lambda x: to_device_of(model, x), first)
 
 
 def tensors_of(outputs: Any) -> list[Tensor]:

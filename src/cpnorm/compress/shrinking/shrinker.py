@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from cpnorm._checks import check_model, is_number
+from cpnorm.compress import distillation
 from cpnorm.compress.calibration_data import as_batches, first_sample
 from cpnorm.compress.shrinking.cutting import budget_forms, cut_within, plain_model
 from cpnorm.compress.shrinking.job import Metric, ShrinkJob, run_without_gradients
@@ -49,6 +50,7 @@ def shrink(
     latency_ms: float | None = None,
     accuracy_drop: float | None = None,
     metric: Metric | None = None,
+    distill: int = 0,
     finetune: Callable[[nn.Module], Any] | None = None,
     example_input: Any = None,
     samples: int = 512,
@@ -59,7 +61,7 @@ def shrink(
     """Make a small model of plain torch layers from a trained one, under exactly one budget.
 
     The given model does not change. A copy takes canonical form, is truncated to the budget where that changes its
-    outputs on the data least, fitted to the old outputs, optionally fine-tuned, and factorised. The outputs before and
+    outputs on the data least, fitted to the old outputs, optionally trained, and factorised. The outputs before and
     after factorisation are compared.
 
     Args:
@@ -73,6 +75,8 @@ def shrink(
             bisection.
         metric: a function of (outputs, targets) of a batch, larger values being better; by default the accuracy if the
             targets are class indices.
+        distill: steps of training towards the given model's outputs on all of the data, without labels; see
+            ``cpnorm.distill``. Cuts that cost much gain most.
         finetune: a function that trains the canonical model in place.
         example_input: the input for which FLOPs and milliseconds are counted; by default the first sample of the data.
         samples: the largest number of samples of the data to use.
@@ -100,7 +104,7 @@ def shrink(
         together=together,
         progress=progress,
     )
-    return shrinker.shrink(finetune=finetune, **budget)
+    return shrinker.shrink(distill=distill, finetune=finetune, **budget)
 
 
 class Shrinker:
@@ -128,6 +132,7 @@ class Shrinker:
     ) -> None:
         check_model(model)
         self.batches = as_batches(data, samples)
+        self.data = self.batches if isinstance(data, Iterator) else data  # what can be read again
         self.example = first_sample(model, self.batches[0][0]) if example_input is None else example_input
         self.model, self.metric, self.skip, self.together = model, metric, skip, together
         self.progress = progress or (lambda what, done, total: None)
@@ -140,6 +145,7 @@ class Shrinker:
         flops: float | None = None,
         latency_ms: float | None = None,
         accuracy_drop: float | None = None,
+        distill: int = 0,
         finetune: Callable[[nn.Module], Any] | None = None,
     ) -> Shrunk:
         """Make a small model under exactly one budget; see ``cpnorm.shrink``."""
@@ -151,6 +157,10 @@ class Shrinker:
         steps = ["exact canonical form"]
         cut, choice = cut_within(job, budget, amount)
         steps.append(f"cut and fitted to the outputs on {job.samples:,} samples")
+        if distill:
+            distillation.distill(cut, self.model, self.data, steps=distill, progress=self.progress)
+            choice = None
+            steps.append(f"trained for {distill:,} steps towards the given network's outputs")
         if finetune is not None:
             self.progress("fine-tuning", 0, 1)
             returned = finetune(cut.train())

@@ -223,6 +223,9 @@ def shrink(
     together: Annotated[
         bool, flag("--together/--apart", help="let query, key and value, and gate and up, share their input vectors")
     ] = True,
+    distill: Annotated[
+        int, typer.Option(min=0, help="steps of training towards the network's own outputs, without labels")
+    ] = 0,
     curve: Annotated[bool, flag("--curve/--no-curve", help="try larger and smaller budgets, too")] = True,
     device: Device = None,
     as_json: Json = False,
@@ -258,7 +261,7 @@ def shrink(
     announce_warnings(console)
     outcome = command.run_shrink(
         network, weights, data, budget, out, device=device, samples=used, skip=tuple(skip or ()), together=together,
-        curve=curve, console=console, silent=as_json,
+        distill=distill, curve=curve, console=console, silent=as_json,
     )  # fmt: skip
     if as_json:
         print_json(outcome.to_json())

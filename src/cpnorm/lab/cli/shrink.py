@@ -84,6 +84,7 @@ def run_shrink(
     samples: int,
     skip: tuple[str, ...],
     together: bool,
+    distill: int,
     curve: bool,
     console: Console,
     silent: bool,
@@ -102,10 +103,10 @@ def run_shrink(
         shrinker = cpnorm.Shrinker(
             model, found.calibration, samples=samples, skip=skip, together=together, progress=tell
         )
-        small = shrinker.shrink(**budget)
+        small = shrinker.shrink(distill=distill, **budget)
         name, measure = _quality(found, tell)
         outcome = Outcome(small, name, measure(model, model), measure(small.model, model), [], [])
-        outcome.curve = _curve(shrinker, small, outcome, measure, tell) if curve else []
+        outcome.curve = _curve(shrinker, small, distill, outcome, measure, tell) if curve else []
         del shrinker  # and what was measured, which takes more memory than the network
         tell("examples", 0, 1)
         outcome.examples = _examples(model, small.model, found)
@@ -175,6 +176,7 @@ def _quality(data: UserData, tell: Steps) -> tuple[str, Callable[[nn.Module, nn.
 def _curve(
     shrinker: cpnorm.Shrinker,
     small: cpnorm.Shrunk,
+    distill: int,
     outcome: Outcome,
     measure: Callable[[nn.Module, nn.Module], float],
     tell: Steps,
@@ -186,7 +188,7 @@ def _curve(
     for budget in (factor * share for factor in CURVE if factor * share < 0.95):
         tell.prefix = f"also to {100 * budget:.0f} %: "
         try:
-            other = shrinker.shrink(parameters=budget)
+            other = shrinker.shrink(parameters=budget, distill=distill)
         except ValueError:  # less than one term in each layer
             continue
         after = other.report
