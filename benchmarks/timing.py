@@ -252,11 +252,16 @@ def cpu_name() -> str:
 
 
 def _commit() -> str | None:
-    if "CPNORM_COMMIT" in os.environ:  # a copy without its history
+    """Return the commit of the code, or $CPNORM_COMMIT for a copy without its history."""
+    if "CPNORM_COMMIT" in os.environ:
         return os.environ["CPNORM_COMMIT"][:7]
-    here = Path(__file__).parent
-    command = ["git", "-C", str(here), "rev-parse", "--short", "HEAD"]
-    try:
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "*.py", "../src")
+        return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -150,6 +150,20 @@ def labelled(model: nn.Module) -> tuple[Tensor, Tensor]:
         return x, model(x).argmax(1)
 
 
+@pytest.mark.parametrize("budget", ["parameters", "flops"])
+def test_ranks_are_multiples_where_the_budget_allows_it(budget: str) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 48)).eval()
+    shrinker = cpnorm.Shrinker(network, torch.randn(128, 96), round_ranks=8)
+
+    def ranks(share: float) -> list[int]:
+        small = shrinker.shrink(**{budget: share})
+        return [layer.rank for layer in cpnorm.canonical_layers(small.canonical).values()]
+
+    assert all(rank % 8 == 0 for rank in ranks(0.5))
+    assert any(rank % 8 for rank in ranks(0.1))  # less than eight terms in each layer
+
+
 def test_the_smallest_network_whose_accuracy_is_allowed() -> None:
     model = network()
     data = labelled(model)

@@ -68,15 +68,21 @@ def _largest_dense(job: ShrinkJob) -> str:
 
 
 def cut_to(job: ShrinkJob, candidate: nn.Module, budget: str, target: int, **changed: Any) -> None:
-    """Truncate in place to a number of parameters or FLOPs."""
+    """Truncate in place to a number of parameters or FLOPs; ranks are rounded where the budget allows it."""
     options: dict[str, Any] = {"progress": partial(job.report_progress, "cutting"), **changed}
     options = options if "data" in options else options | {"data": job.calibrated}
     if budget == "parameters":
-        truncate(candidate, params=target, **options)
+        options["params"] = target
     else:
         counted = sum(work.dense for work in count_work(job.model, job.example).values())
         others = job.flops - counted  # such as attention's products, which truncation leaves
-        truncate(candidate, flops=target - others, example_input=job.example, **options)
+        options |= {"flops": target - others, "example_input": job.example}
+    try:
+        truncate(candidate, round_ranks=job.round_ranks, **options)
+    except ValueError:  # less than the fewest rounded terms in each layer
+        if job.round_ranks == 1:
+            raise
+        truncate(candidate, **options)
 
 
 def _by_accuracy(job: ShrinkJob, drop: float) -> nn.Module:

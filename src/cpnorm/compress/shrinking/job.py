@@ -39,6 +39,7 @@ class ShrinkJob:
     example: Any
     metric: Metric | None
     progress: Progress
+    round_ranks: int = 1  # ranks are multiples of this
     limit: int | None = None  # parameters that the result may have
     stacked: dict[str, tuple[str, ...]] = field(default_factory=dict)  # names of layers that are decomposed together
     exact: nn.Module = field(default_factory=nn.Module)  # a copy of the model in exact canonical form
