@@ -108,7 +108,7 @@ def show(paths: Sequence[Path], figure: Path, page: Path | None = None) -> None:
     draw(read(paths), figure)
     print(f"written to {figure}")
     if page is not None:
-        page.write_text(with_figures(page.read_text(), read(paths), f"../assets/{figure.name}"))
+        page.write_text(with_figures(page.read_text(), read(paths), f"assets/{figure.name}"))
 
 
 def with_figures(text: str, records: Sequence[Record], figure: str) -> str:

@@ -62,7 +62,7 @@ def arguments(description: str | None) -> argparse.Namespace:
     add("--smoke", action="store_true", help="everything once, on few images and narrow networks: does it run?")
     add("--plot", nargs="*", type=Path, help="only make the tables and the figure of these records")
     add("--figure", type=Path, default=Path("docs/assets/compression_accuracy.png"))
-    add("--page", type=Path, help="with --plot: the page to put the tables into, docs/guides/pretrained.md")
+    add("--page", type=Path, help="with --plot: the page to put the tables into, docs/cuts.md")
     args = parser.parse_args()
     if args.smoke:
         args.train_images, args.test_images, args.calibration = 256, 200, 64

@@ -1,4 +1,4 @@
-"""Put the tables of the records of benchmarks/fit_parts.py into docs/guides/pretrained.md.
+"""Put the tables of the records of benchmarks/fit_parts.py into docs/cuts.md.
 
 python benchmarks/fit_parts_page.py
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import timing
 
-PAGE = timing.RESULTS.parent.parent / "docs" / "guides" / "pretrained.md"
+PAGE = timing.RESULTS.parent.parent / "docs" / "cuts.md"
 BEGIN, END = "<!-- made by benchmarks/fit_parts_page.py -->", "<!-- end of what it made -->"
 
 

@@ -172,10 +172,10 @@ def test_a_network_without_cuts_is_not_drawn(tmp_path: Path) -> None:
 
 
 def test_the_guides_figures_are_those_of_the_records() -> None:
-    page = ROOT / "docs" / "guides" / "pretrained.md"
+    page = ROOT / "docs" / "cuts.md"
     records = compression_figure.read(sorted((ROOT / "results" / "networks").glob("*.jsonl")))
     if not records:
         pytest.skip("there are no records yet")
     assert page.read_text() == compression_figure.with_figures(
-        page.read_text(), records, "../assets/compression_accuracy.png"
-    ), "run: python benchmarks/compression_accuracy.py --plot results/networks/*.jsonl --page docs/guides/pretrained.md"
+        page.read_text(), records, "assets/compression_accuracy.png"
+    ), "run: python benchmarks/compression_accuracy.py --plot results/networks/*.jsonl --page docs/cuts.md"

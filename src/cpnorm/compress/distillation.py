@@ -18,6 +18,7 @@ from cpnorm.nn.training import equal_angles, renormalize_after
 
 Module = TypeVar("Module", bound=nn.Module)
 
+LARGEST_RATE, RATE_PER_ERROR = 1e-3, 4e-3  # chosen on held-out images, for a ResNet-20 at four budgets
 WARM_UP = 0.1  # share of the steps in which the learning rate rises
 BETAS = (0.9, 0.99)  # of Adam; its averages have to follow within a few hundred steps
 
@@ -30,7 +31,7 @@ def distill(
     data: Any,
     *,
     steps: int = 300,
-    lr: float = 3e-4,
+    lr: float | None = None,
     samples: int = 64,
     layers: bool = True,
     seed: int = 0,
@@ -48,7 +49,8 @@ def distill(
         data: as for ``truncate``; targets are not used. A DataLoader is read again for each pass, so that it can draw
             new augmentations. The more different inputs there are, the more a model can gain.
         steps: how many steps to take; the data are read as often as that needs.
-        lr: the largest learning rate.
+        lr: the largest learning rate. By default it is proportional to the relative squared error of the outputs in
+            the first step, since the noise of large steps would undo a good fit.
         samples: the largest number of samples of a step; larger batches are split at random.
         layers: also compare the outputs of canonical layers with those of the teacher's layers of the same names.
         seed: of the order in which the samples of a batch are used.
@@ -70,13 +72,13 @@ def distill(
     check_model(model)
     check_model(teacher)
     steps, samples = check_int("steps", steps), check_int("samples", samples)
-    if not (is_number(lr) and lr > 0):
+    if lr is not None and not (is_number(lr) and lr > 0):
         raise ValueError(f"lr: expected a learning rate > 0, got {lr!r}")
     named = canonical_layers(model)
     if not named:
         raise ValueError(f"{type(model).__name__} has no canonical layer to train: truncate it first")
-    optimizer = torch.optim.Adam(equal_angles(model, lr=lr), betas=BETAS)
-    largest = [group["lr"] for group in optimizer.param_groups]
+    optimizer = torch.optim.Adam(equal_angles(model, lr=1.0), betas=BETAS)
+    scales = [group["lr"] for group in optimizer.param_groups]
     places = dict(teacher.named_modules(remove_duplicate=False))
     pairs = [(layer, places[name]) for name, layer in named.items() if layers and isinstance(places.get(name), LAYERS)]
     found, wanted = _Outputs(layer for layer, _ in pairs), _Outputs(layer for _, layer in pairs)
@@ -91,14 +93,15 @@ def distill(
                 goals, theirs = tensors_of(run(teacher, inputs)), wanted.taken()
             outputs, ours = tensors_of(run(model, inputs)), found.taken()
             loss = _relative_error(zip(outputs, goals, strict=True))
+            lr = min(LARGEST_RATE, RATE_PER_ERROR * loss.item()) if lr is None else lr
             if both := [key for key in ours if key in theirs and ours[key].shape == theirs[key].shape]:
                 loss = loss + _relative_error((ours[key], theirs[key]) for key in both)
             if not math.isfinite(loss.item()):
                 raise FloatingPointError(f"the loss was {loss.item()} at step {step + 1}: use an lr below {lr:g}")
             optimizer.zero_grad()
             loss.backward()
-            for group, most in zip(optimizer.param_groups, largest, strict=True):
-                group["lr"] = most * _schedule(step / steps)
+            for group, scale in zip(optimizer.param_groups, scales, strict=True):
+                group["lr"] = scale * lr * _schedule(step / steps)
             optimizer.step()
         optimizer.zero_grad()
     if progress:
