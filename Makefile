@@ -9,13 +9,16 @@ OLDEST ?= .venv-oldest
 KERNELS ?= .venv-kernels
 OLDEST_TESTS := tests/io/test_checkpoint.py tests/lab/data/test_images.py tests/lab/data/test_formats.py tests/lab/data/test_official.py
 
+# Where a machine forbids bytecode files, every process would compile the library, and pytest the tests, again.
+export PYTHONDONTWRITEBYTECODE :=
+
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4
 
 # What an environment lacks it finds in $(VENV).
 lend = $(BIN)/python -c "import sysconfig; print('$(CURDIR)/src', sysconfig.get_path('purelib'), sep='\n')" \
     > $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/lent.pth
 
-.PHONY: demo test test-slow test-gpu test-kernels test-kill test-oldest coverage mutate docs test-package bench bench-gpu lint format clean
+.PHONY: demo test test-slow test-both test-gpu test-kernels test-kill test-oldest coverage mutate docs test-package bench bench-gpu lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/lab.stamp
@@ -25,7 +28,11 @@ test: lint
 	$(PYTEST) -m "not slow and not kill"
 
 test-slow: $(VENV)/dev.stamp
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not kill"
+
+# The same tests as by the two before, with one collection and without a pause between them.
+test-both: lint
+	$(PYTEST) -m "not kill"
 
 test-gpu: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -n0 -m gpu tests

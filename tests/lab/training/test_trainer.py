@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -285,9 +286,13 @@ def wait_for(path: Path, process: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
+@cache
+def whole_curve() -> list[Any]:
+    return curve(fit(REAL))
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_process_goes_on_where_it_was(number: signal.Signals, tmp_path: Path) -> None:
-    whole = fit(REAL, out=tmp_path / "whole")
     process = start(tmp_path / "run")
     wait_for(tmp_path / "run" / "checkpoint.pt", process)
     process.send_signal(number)
@@ -296,7 +301,7 @@ def test_a_killed_process_goes_on_where_it_was(number: signal.Signals, tmp_path:
         assert process.returncode == 0
         assert "left" in out
     again = fit(REAL, out=tmp_path / "run")
-    assert curve(again) == curve(whole)
+    assert curve(again) == whole_curve()
 
 
 def test_two_processes_give_the_result_of_one(tmp_path: Path) -> None:
