@@ -2,8 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Bytecode is written at the first import; most of the 20,000 files that pip would compile are never imported.
+INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 # The constraint is in force from the first call on: another torch would pull in gigabytes.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python $(INSTALL) -c constraints.txt
 
 OLDEST ?= .venv-oldest
 KERNELS ?= .venv-kernels
@@ -30,8 +32,8 @@ test: lint
 test-slow: $(VENV)/dev.stamp
 	$(PYTEST) -m "slow and not kill"
 
-# The same tests as by the two before, with one collection and without a pause between them.
-test-both: lint
+# What the two before run, with one collection.
+test-both: $(VENV)/dev.stamp
 	$(PYTEST) -m "not kill"
 
 test-gpu: $(VENV)/dev.stamp
@@ -40,7 +42,7 @@ test-gpu: $(VENV)/dev.stamp
 # The GPU kernels without a GPU: triton's interpreter does what they say on the CPU.
 test-kernels: $(VENV)/dev.stamp
 	test -x $(KERNELS)/bin/python || $(BIN)/python -m venv $(KERNELS)
-	$(KERNELS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.9.0
+	$(KERNELS)/bin/python $(INSTALL) --no-deps triton==3.9.0
 	$(call lend,$(KERNELS))
 	TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest -q -n auto --maxprocesses 4 -p no:cacheprovider tests/gpu tests/deploy/test_fused*.py tests/lab/training/test_kernel_runs.py
 
@@ -51,7 +53,7 @@ test-kill: $(VENV)/dev.stamp
 # platformdirs there has a plugin for pytest, which the oldest lacks.
 test-oldest: $(VENV)/dev.stamp
 	test -x $(OLDEST)/bin/python || $(BIN)/python -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r oldest.txt
+	$(OLDEST)/bin/python $(INSTALL) --no-deps -r oldest.txt
 	$(call lend,$(OLDEST))
 	$(OLDEST)/bin/python -m pytest -q -n0 -p no:cacheprovider -p no:platformdirs -W ignore::DeprecationWarning \
 	    -m "not slow" -k "not compiled" $(OLDEST_TESTS)
