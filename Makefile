@@ -67,8 +67,9 @@ mutate: $(VENV)/dev.stamp
 	$(PIP) cosmic-ray
 	$(BIN)/python tests/trust/mutate.py
 
+# The figures are small computations: threads that wait for each other would make minutes of seconds on a busy machine.
 docs: $(VENV)/dev.stamp
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	OMP_NUM_THREADS=1 NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open site/index.html"
 
 # Built, installed with all its dependencies into empty environments, and tried out there.
