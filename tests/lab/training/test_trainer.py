@@ -296,7 +296,7 @@ def test_a_killed_process_goes_on_where_it_was(number: signal.Signals, tmp_path:
     process = start(tmp_path / "run")
     wait_for(tmp_path / "run" / "checkpoint.pt", process)
     process.send_signal(number)
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=600)
     if number is signal.SIGTERM:
         assert process.returncode == 0
         assert "left" in out
@@ -313,7 +313,7 @@ def test_two_processes_give_the_result_of_one(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     command += [json.dumps(config.to_json()), str(tmp_path / "double"), "60"]
     env = {**os.environ, "TESTS": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = RunFolder(tmp_path / "double").metrics()
     for one, two in zip(single.history, lines, strict=True):
@@ -430,7 +430,7 @@ def test_processes_leave_together_whichever_is_asked_to(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     command += [json.dumps(REAL.replace(epochs=50).to_json()), str(tmp_path / "run")]
     env = {**os.environ, "TESTS": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("left False") == 2
     assert "threads of gloo" not in done.stdout  # a thread that outlives the interpreter may abort the process
