@@ -2,12 +2,17 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Bytecode is written at the first import; most of the 20,000 files that pip would compile are never imported.
+INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 # The constraint is in force from the first call on: another torch would pull in gigabytes.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python $(INSTALL) -c constraints.txt
 
 OLDEST ?= .venv-oldest
 KERNELS ?= .venv-kernels
 OLDEST_TESTS := tests/io/test_checkpoint.py tests/lab/data/test_images.py tests/lab/data/test_formats.py tests/lab/data/test_official.py
+
+# Where a machine forbids bytecode files, every process would compile the library, and pytest the tests, again.
+export PYTHONDONTWRITEBYTECODE :=
 
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4
 
@@ -15,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4
 lend = $(BIN)/python -c "import sysconfig; print('$(CURDIR)/src', sysconfig.get_path('purelib'), sep='\n')" \
     > $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/lent.pth
 
-.PHONY: demo test test-slow test-gpu test-kernels test-kill test-oldest coverage mutate docs test-package bench bench-gpu lint format clean
+.PHONY: demo test test-slow test-both test-gpu test-kernels test-kill test-oldest coverage mutate docs test-package bench bench-gpu lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/lab.stamp
@@ -25,7 +30,11 @@ test: lint
 	$(PYTEST) -m "not slow and not kill"
 
 test-slow: $(VENV)/dev.stamp
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not kill"
+
+# What the two before run, with one collection.
+test-both: $(VENV)/dev.stamp
+	$(PYTEST) -m "not kill"
 
 test-gpu: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -n0 -m gpu tests
@@ -33,7 +42,7 @@ test-gpu: $(VENV)/dev.stamp
 # The GPU kernels without a GPU: triton's interpreter does what they say on the CPU.
 test-kernels: $(VENV)/dev.stamp
 	test -x $(KERNELS)/bin/python || $(BIN)/python -m venv $(KERNELS)
-	$(KERNELS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.9.0
+	$(KERNELS)/bin/python $(INSTALL) --no-deps triton==3.9.0
 	$(call lend,$(KERNELS))
 	TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest -q -n auto --maxprocesses 4 -p no:cacheprovider tests/gpu tests/deploy/test_fused*.py tests/lab/training/test_kernel_runs.py
 
@@ -44,7 +53,7 @@ test-kill: $(VENV)/dev.stamp
 # platformdirs there has a plugin for pytest, which the oldest lacks.
 test-oldest: $(VENV)/dev.stamp
 	test -x $(OLDEST)/bin/python || $(BIN)/python -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r oldest.txt
+	$(OLDEST)/bin/python $(INSTALL) --no-deps -r oldest.txt
 	$(call lend,$(OLDEST))
 	$(OLDEST)/bin/python -m pytest -q -n0 -p no:cacheprovider -p no:platformdirs -W ignore::DeprecationWarning \
 	    -m "not slow" -k "not compiled" $(OLDEST_TESTS)
@@ -58,8 +67,9 @@ mutate: $(VENV)/dev.stamp
 	$(PIP) cosmic-ray
 	$(BIN)/python tests/trust/mutate.py
 
+# The figures are small computations: threads that wait for each other would make minutes of seconds on a busy machine.
 docs: $(VENV)/dev.stamp
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	OMP_NUM_THREADS=1 NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open site/index.html"
 
 # Built, installed with all its dependencies into empty environments, and tried out there.

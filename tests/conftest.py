@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
+
+from ways import HAS_TRITON, INTERPRETED, patch_once_a_launch
+
+if INTERPRETED and HAS_TRITON:
+    patch_once_a_launch()
 
 # One thread each, here and in the processes that tests start: on small tensors more only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,6 +34,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
         if item.get_closest_marker("data") and not os.environ.get("CPNORM_DATA"):
             item.add_marker(no_data)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector need not look through a million objects again in every test."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what was skipped in a line for each reason, not for each place."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason}")
 
 
 @pytest.fixture(autouse=True)

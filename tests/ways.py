@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,29 @@ WAYS = [KERNEL] if INTERPRETED else ["torch", KERNEL]
 def device(way: str) -> str:
     """Where the tensors of a way lie."""
     return "cuda" if way == "kernel" and not INTERPRETED else "cpu"
+
+
+def patch_once_a_launch() -> None:
+    """Make triton's interpreter prepare its language once a launch and module, not for every call within a kernel.
+
+    Version 3.9 looks through all of ``triton.language`` each time a kernel calls a function: a third of its time.
+    """
+    from triton.runtime import interpreter
+
+    prepare, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    prepared: set[int] = set()  # the modules of the functions that this launch has called, by their globals
+
+    def once(function: Any) -> Any:
+        if id(function.__globals__) in prepared:
+            return None
+        prepared.add(id(function.__globals__))
+        return prepare(function)
+
+    def launched(self: Any, *arguments: Any, **keywords: Any) -> None:
+        prepared.clear()  # what the launch before it prepared was undone at its end
+        launch(self, *arguments, **keywords)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = once, launched
 
 
 @pytest.fixture

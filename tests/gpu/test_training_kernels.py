@@ -234,7 +234,7 @@ def test_columns_stay_unit(optimizer: str) -> None:
     assert rule is not None
     trained = FusedUpdate(terms, torch.float32, rule)
     trained.multiply()
-    for _ in range(20):
+    for _ in range(8):
         sides = [tuple(torch.randn_like(side) for side in both) for both in trained.sides]
         before = [term.detach().clone() for of_layer in terms for term in of_layer]
         trained.train(sides)

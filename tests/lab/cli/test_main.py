@@ -133,7 +133,9 @@ def test_a_finished_run_is_only_shown(trained: Path, capsys: pytest.CaptureFixtu
     assert "lr: 0.003 there, 1.0 now" in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_compress_and_export(trained: Path, tmp_path: Path, images: ImageSet) -> None:
+def test_compress_and_export(
+    trained: Path, tmp_path: Path, images: ImageSet, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = tmp_path / "small"
     out, err = run("compress", trained, "--rate", ".5", "--epochs", "1", "--device", "cpu", "--out", small, "--json")
     record = json.loads(out)  # and nothing else
@@ -153,8 +155,10 @@ def test_compress_and_export(trained: Path, tmp_path: Path, images: ImageSet) ->
     assert torch.allclose(torch.from_numpy(outputs), expected, atol=1e-4)
     assert expected.std() > 0.01  # or the comparisons say nothing
 
-    few = json.loads(run("export", small, "--onnx", onnx, "--goal", "parameters", "--json")[0])
-    dense, _ = run("export", small, "--onnx", onnx)
+    assert main.main(["export", str(small), "--onnx", str(onnx), "--goal", "parameters", "--json"]) == 0
+    few = json.loads(capsys.readouterr().out)
+    assert main.main(["export", str(small), "--onnx", str(onnx)]) == 0
+    dense = capsys.readouterr().out
     assert few["parameters"] < 1.2 * few["parameters_of_run"]
     assert f"the run has {record['parameters']:,} parameters: --goal parameters keeps the layers small" in dense
 
@@ -178,7 +182,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(trained: Path, tmp_path: Pat
     assert "SIGTERM was received" in err
     assert "the same command resumes it" in err
     assert (tmp_path / "checkpoint.pt").exists()
-    run(*command)
+    assert main.main(list(map(str, command))) == 0
     assert lines(tmp_path) == lines(trained)
     assert not (tmp_path / "checkpoint.pt").exists()
 

@@ -61,13 +61,13 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
 def test_a_killed_workers_run_is_picked_up_from_its_checkpoint(tmp_path: Path) -> None:
     process = start(tmp_path)
     run = Job(LONG, 0).folder(tmp_path / "work")
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 600
     while not (saved := epochs_saved(run)):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
     os.kill(holder(run / ".lock"), signal.SIGKILL)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=600)
     assert (process.returncode, out) == (0, "no run is missing\n"), err
     assert_everything_once(tmp_path / "results")
     assert run.metrics()[: len(saved)] == saved

@@ -285,7 +285,7 @@ def finished(folder: Path) -> list[tuple[str, int]]:
 
 def test_two_processes_share_a_folder(tmp_path: Path) -> None:
     processes = [start(tmp_path, work) for work in ("one", "two")]
-    assert [process.wait(timeout=300) for process in processes] == [0, 0]
+    assert [process.wait(timeout=600) for process in processes] == [0, 0]
     done = finished(tmp_path)
     assert sorted(done) == sorted(set(done))
     assert {("tiny/base", 0), ("tiny/base", 1)} <= set(done)
@@ -293,12 +293,12 @@ def test_two_processes_share_a_folder(tmp_path: Path) -> None:
 
 def test_a_killed_queue_goes_on(tmp_path: Path) -> None:
     process = start(tmp_path, "work")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not (tmp_path / "results/tiny.jsonl").exists() and time.monotonic() < deadline:
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
-    process.wait(timeout=60)
+    process.wait(timeout=600)
     assert run(tmp_path) == []
     done = finished(tmp_path)
     assert len(done) == len(set(done)) == 4

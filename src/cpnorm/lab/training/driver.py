@@ -128,34 +128,47 @@ def drive(
         active.append((trainer, folder if trainer.rank == 0 else None, trainer.run()))
     watching, turn = list(observers), 0
     saved = told = time.monotonic()
-    with stop.listening(), flags_restored():
-        while active and not _all_stop(stop, active[0][0], turn):
-            turn += 1
-            for entry in list(active):
-                trainer, folder, steps = entry
-                with trainer.step.stream():
-                    epoch_done = next(steps, None)
-                if epoch_done is None:
-                    active.remove(entry)
-                    if folder:
-                        folder.finish(trainer.model, {**trainer.record(), **more(trainer)}, trainer.best_network())
-                        finished(trainer)
-                elif epoch_done:
-                    if folder:
-                        folder.write_metrics(trainer.history)
-                    watching = [observer for observer in watching if _told(observer, trainer)]
-            now = time.monotonic()
-            if now - told > LIFE_SIGN_EVERY:
-                told = now
-                for observer in watching:
-                    if hasattr(observer, "working"):
-                        observer.working()
-            if now - saved > min(t.options.checkpoint_every for t, _ in runs):
-                _save_all(active)
-                saved = time.monotonic()
-    _save_all(active)
-    if any(trainer.world > 1 for trainer, _ in runs):
-        distributed.barrier()  # no process closes the connections while another still uses them
+    with _together([trainer for trainer, _ in runs]):
+        with stop.listening(), flags_restored():
+            while active and not _all_stop(stop, active[0][0], turn):
+                turn += 1
+                for entry in list(active):
+                    trainer, folder, steps = entry
+                    with trainer.step.stream():
+                        epoch_done = next(steps, None)
+                    if epoch_done is None:
+                        active.remove(entry)
+                        if folder:
+                            folder.finish(trainer.model, {**trainer.record(), **more(trainer)}, trainer.best_network())
+                            finished(trainer)
+                    elif epoch_done:
+                        if folder:
+                            folder.write_metrics(trainer.history)
+                        watching = [observer for observer in watching if _told(observer, trainer)]
+                now = time.monotonic()
+                if now - told > LIFE_SIGN_EVERY:
+                    told = now
+                    for observer in watching:
+                        if hasattr(observer, "working"):
+                            observer.working()
+                if now - saved > min(t.options.checkpoint_every for t, _ in runs):
+                    _save_all(active)
+                    saved = time.monotonic()
+        _save_all(active)
+
+
+@contextmanager
+def _together(trainers: Sequence[Trainer]) -> Iterator[None]:
+    """Average gradients with other processes within the block, and leave it when they do."""
+    for trainer in trainers:
+        trainer.step.join()
+    try:
+        yield
+        if any(trainer.world > 1 for trainer in trainers):
+            distributed.barrier()  # no process closes the connections while another still uses them
+    finally:
+        for trainer in trainers:
+            trainer.step.leave()
 
 
 def _all_stop(stop: Stop, trainer: Trainer, turn: int) -> bool:

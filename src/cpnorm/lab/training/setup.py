@@ -6,6 +6,7 @@ import atexit
 import math
 import os
 from collections.abc import Collection, Iterable, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -153,13 +154,19 @@ def learning_rate(config: Config, progress: float) -> float:
 
 
 def process() -> tuple[int, int]:
-    """Return rank and number of the processes of this run, as torchrun sets them; the first call joins the group."""
+    """Return rank and number of the processes of this run, as torchrun sets them; the first call joins the group.
+
+    The group is taken down before the interpreter is: a thread of gloo that frees a tensor later aborts the process.
+    Its threads end only when nothing refers to the group any more, neither a ``DistributedDataParallel`` (see
+    ``Step.leave``) nor the functions of torch's that take the group there is at their import as a default argument.
+    """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         return 0, 1
     if not distributed.is_initialized():
+        import_module("torch.distributed.nn.functional")  # while there is no group
         distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-        atexit.register(distributed.destroy_process_group)  # else its threads may abort the process when it exits
+        atexit.register(distributed.destroy_process_group)
     return distributed.get_rank(), distributed.get_world_size()
 
 

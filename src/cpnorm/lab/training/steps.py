@@ -69,7 +69,8 @@ class Step:
         if augment == "auto":
             augment = "crop-flip" if config.data in ("cifar10", "svhn") else "none"
         self.recipe = (data.mean, data.std, augment, config.label_smoothing, precision)
-        self.runner: nn.Module = DistributedDataParallel(model) if world > 1 else model
+        self.runner: nn.Module = model
+        self.join()
         self.layers = list(cpnorm.canonical_layers(model).values())
         self.network: cpnorm.NetworkWeights | None = None
         if self.layers and config.renormalize:
@@ -93,6 +94,15 @@ class Step:
         self._beside = (
             torch.cuda.Stream(self.device) if self.on_gpu else None
         )  # for work whose results are needed later
+
+    def join(self) -> None:
+        """Average gradients with the other processes from here on, if there are any; they join, too."""
+        if self.world > 1 and self.runner is self.model:
+            self.runner = DistributedDataParallel(self.model)
+
+    def leave(self) -> None:
+        """Let go of the group of processes, so that it can be taken down; ``join`` before the next step."""
+        self.runner = self.model
 
     @contextmanager
     def stream(self) -> Iterator[None]:
