@@ -12,6 +12,7 @@ from typing import Any
 Record = Mapping[str, Any]
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"  # what stands between them in a page is made
 TICKS = (2, 3, 5, 10, 20, 33, 50, 100)  # per cent
+LEAST_LOSS, LOSSES = 0.1, (0.1, 0.3, 1, 3, 10, 30)  # points; smaller losses, and gains, are drawn as the least
 COLOURS = {
     "cpnorm": "#c1272d",
     "cpnorm-outputs": "#e8787c",
@@ -115,11 +116,10 @@ def with_figures(text: str, records: Sequence[Record], figure: str) -> str:
     """Return the text of a page with the tables of these records, a table for each network, and the figure."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    parts = []
+    parts = [f"![points of accuracy that cuts cost, against parameters and FLOPs]({figure})"]
     for name, here in networks(records).items():
         parts.append(f"**{name}**: {_machines(here)}")
         parts.append("\n".join(table(here)))
-    parts.append(f"![accuracy against parameters and FLOPs]({figure})")
     return before + BEGIN + "\n" + "\n\n".join(parts) + "\n" + END + after
 
 
@@ -133,56 +133,64 @@ def _machines(records: Sequence[Record]) -> str:
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
-    """Draw accuracy against parameters and against FLOPs, a row for each network that was cut."""
+    """Draw what cuts cost against parameters and FLOPs, a row for each kind of network that was cut.
+
+    Several dense networks of one kind share a row: what counts is how far a cut one is below its own.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    found = networks(records)
-    shown = {name: here for name, here in found.items() if {r["method"] for r in here} != {"dense"}} or found
+    found: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        if record["method"] != "dense" and record["accuracy"] is not None:
+            found[f"{record['network']}, {record['data']}"].append(record)
     figure, axes = pyplot.subplots(
-        len(shown), 2, figsize=(11, 3.6 * len(shown)), squeeze=False, layout="constrained", sharey="row"
+        max(1, len(found)), 2, figsize=(11, 0.6 + 2.7 * len(found)), squeeze=False, layout="constrained", sharey="row"
     )
-    for (name, group), (left, right) in zip(shown.items(), axes, strict=True):
-        here = [record for record in group if record["accuracy"] is not None]
-        for axis, quantity in ((left, "parameters"), (right, "flops")):
+    for (name, here), row in zip(sorted(found.items()), axes, strict=False):
+        for axis, quantity in zip(row, ("parameters", "flops"), strict=True):
             _curves(axis, here, quantity)
             axis.set_xscale("log")
             axis.set_xlim(1.7, 110)
             axis.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
+            axis.set_yscale("log")
+            axis.set_ylim(100, LEAST_LOSS / 1.3)
+            axis.set_yticks(LOSSES, [f"{loss:g}" for loss in LOSSES])
             axis.minorticks_off()
-            axis.set_xlabel(f"{'FLOPs' if quantity == 'flops' else 'parameters'} left, % of dense")
-            axis.axhline(here[0]["dense_accuracy"], color="black", linewidth=0.8, linestyle=":")
             axis.grid(alpha=0.3)
-        left.set_ylabel("test accuracy, %")
-        left.set_title(name, loc="left")
+        row[0].set_ylabel("points below dense")
+        row[0].set_title(name, loc="left")
+    for axis, quantity in zip(axes[-1], ("parameters", "FLOPs"), strict=True):
+        axis.set_xlabel(f"{quantity} left, % of dense")
     named = {
         label: handle for axis in axes[:, 0] for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }
     figure.legend(named.values(), named, loc="outside lower center", ncols=6, frameon=False)
-    figure.suptitle("cut without training (lines), fine-tuned (circles), dense (dotted)", fontsize=10)
+    figure.suptitle("cut without training (lines), trained afterwards (circles)", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
 def _curves(axis: Any, records: Sequence[Record], quantity: str) -> None:
+    """Draw the mean loss of each method's cuts, and of those that were trained afterwards."""
+    points: dict[tuple[str, str | None, float], list[tuple[float, float]]] = defaultdict(list)
+    for record in records:
+        if record[quantity]:
+            lost = max(LEAST_LOSS, record["dense_accuracy"] - record["accuracy"])
+            label = record["finetuning"]["label"] if "finetuning" in record else None
+            left = 100 * record[quantity] / record[f"dense_{quantity}"]
+            points[record["method"], label, record["share"]].append((left, lost))
+    means = {key: tuple(map(statistics.mean, zip(*found, strict=True))) for key, found in points.items()}
     for method, colour in COLOURS.items():
-        cut = sorted(
-            (100 * r[quantity] / r[f"dense_{quantity}"], r["accuracy"])
-            for r in records
-            if r["method"] == method and "finetuning" not in r and r[quantity]
-        )
-        tuned = [
-            (100 * r[quantity] / r[f"dense_{quantity}"], r["accuracy"])
-            for r in records
-            if r["method"] == method and "finetuning" in r
-        ]
+        cut = sorted(point for key, point in means.items() if key[:2] == (method, None))
+        trained = [point for key, point in means.items() if key[0] == method and key[1] is not None]
         if cut:
             axis.plot(*zip(*cut, strict=True), color=colour, marker=".", label=method, linewidth=1.2)
-        if tuned:
-            axis.scatter(*zip(*tuned, strict=True), facecolors="none", edgecolors=colour, s=36)
+        if trained:
+            axis.scatter(*zip(*trained, strict=True), facecolors="none", edgecolors=colour, s=36)
 
 
 def _percent(value: float | None) -> str:
