@@ -25,10 +25,10 @@ def as_batches(data: Any, samples: int | None = None) -> list[Batch]:
     Args:
         data: a DataLoader or another iterable of batches, one tensor of inputs, or one batch as a tuple or mapping. A
             batch is a tensor of inputs, (inputs, targets), (inputs,), or a mapping of keyword arguments, whose
-            "labels", if there are any, are the targets as well.
-        samples: stop after the batch with which this many samples are reached.
+            "labels", if there are any, are the targets as well. Several inputs are a tuple: ((first, second), targets).
+        samples: how many to use at most: later ones are left out.
     """
-    if isinstance(data, Tensor | Mapping) or (isinstance(data, tuple) and data and isinstance(data[0], Tensor)):
+    if isinstance(data, Tensor | Mapping) or _is_one_batch(data):
         data = [data]
     if not isinstance(data, Iterable) or isinstance(data, str | bytes):
         raise TypeError(f"data: expected a DataLoader, tensors or batches of inputs, got a {type(data).__name__}")
@@ -36,12 +36,32 @@ def as_batches(data: Any, samples: int | None = None) -> list[Batch]:
     seen = 0
     for batch in data:
         batches.append(_as_batch(batch))
-        seen += batch_size(batches[-1][0])
+        size = batch_size(batches[-1][0])
+        if samples is not None and seen + size > samples:
+            batches[-1] = _first(batches[-1], size, samples - seen)
+        seen += size
         if samples is not None and seen >= samples:
             break
     if not batches:
         raise ValueError("data: expected at least one batch, got none")
     return batches
+
+
+def _is_one_batch(data: Any) -> bool:
+    """Return True for (inputs, targets) and (inputs,) of one batch, where a tuple of batches could also be meant."""
+    if not isinstance(data, tuple) or not data:
+        return False
+    inputs, *others = data
+    several = isinstance(inputs, tuple | list | Mapping) and len(others) == 1
+    return isinstance(inputs, Tensor) or (several and isinstance(others[0], Tensor | None))
+
+
+def _first(batch: Batch, size: int, count: int) -> Batch:
+    """Return the first samples of a batch of this size; all of them if its inputs have different lengths."""
+    leaves = [x for x in pytree.tree_leaves(batch[0]) if isinstance(x, Tensor) and x.ndim]
+    if any(len(x) != size for x in leaves):
+        return batch
+    return pytree.tree_map(lambda x: x[:count] if isinstance(x, Tensor) and x.ndim and len(x) == size else x, batch)
 
 
 def _as_batch(batch: Any) -> Batch:

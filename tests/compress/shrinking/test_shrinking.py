@@ -130,6 +130,27 @@ def test_inputs_alone() -> None:
     assert len(as_batches(DataLoader(x, batch_size=8), samples=9)) == 2
     (batch,) = as_batches((x, torch.zeros(32)))
     assert batch[1].shape == (32,)
+    for several in ((x, x), [x, x], {"a": x}):
+        for targets in (None, torch.zeros(32)):
+            ((inputs, found),) = as_batches((several, targets))
+            assert inputs is several
+            assert found is targets
+    assert len(as_batches(((x, targets), (x, targets)))) == 2
+
+
+def test_no_more_samples_than_asked_for() -> None:
+    x, y = images(32), torch.arange(32)
+    (batch,) = as_batches((x, y), samples=9)
+    assert batch[0].shape == (9, 3, 8, 8)
+    assert batch[1].tolist() == list(range(9))
+    batches = as_batches(DataLoader(TensorDataset(x, y), batch_size=8), samples=20)
+    assert [len(inputs) for inputs, _ in batches] == [len(targets) for _, targets in batches] == [8, 8, 4]
+    (batch,) = as_batches({"a": x, "scale": 2.0, "labels": y}, samples=5)
+    assert (len(batch[0]["a"]), batch[0]["scale"], len(batch[1])) == (5, 2.0, 5)
+    words_first, mask = torch.randn(32, 4, 3), torch.zeros(4, 32)
+    (batch,) = as_batches([((words_first, mask), None)], samples=9)  # which length counts samples is unknown
+    assert [len(each) for each in batch[0]] == [32, 4]
+    assert cpnorm.shrink(network(), x, parameters=0.5, samples=16).report.samples == 16
     assert first_sample(nn.Linear(1, 1), {"a": x, "scale": 2.0})["a"].shape == (1, 3, 8, 8)
 
 
@@ -193,6 +214,8 @@ def test_latency_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.5 < small.report.milliseconds_after <= 0.6
     with pytest.raises(ValueError, match="latency_ms: expected at least about"):
         cpnorm.shrink(model, x, latency_ms=0.201)
+    with pytest.raises(ValueError, match=r"latency_ms: expected less than the 1\.2 ms that"):
+        cpnorm.shrink(model, x, latency_ms=1.3)
 
 
 class Sleeping(nn.Module):
@@ -289,6 +312,30 @@ def test_a_form_that_computes_something_else_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="differ from the canonical one"):
         job.verify(other, model)
     assert relative_error([(torch.zeros(3), torch.ones(3))]) == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    model, x = network().to(dtype), images().to(dtype)
+    small = cpnorm.shrink(model, x, parameters=0.3)
+    assert {p.dtype for p in small.model.parameters()} == {dtype}
+    assert small.report.output_error < 0.05
+    job = ShrinkJob(model, as_batches(x), x[:1], None, lambda *_: None)
+    with torch.no_grad():
+        small.model[-1][-1].bias += 0.5
+    with pytest.raises(RuntimeError, match="differ from the canonical one"):
+        job.verify(small.model, small.canonical)
+
+
+def test_flops_that_torch_does_not_count() -> None:
+    class Model(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, experts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+            attended = nn.functional.scaled_dot_product_attention(q, k, k)
+            return attended, nn.functional.grouped_mm(q[0, 0], experts, offs=ends)
+
+    q, k, experts = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 5, 8), torch.randn(3, 8, 4)
+    example = (q, k, experts, torch.tensor([1, 3, 6], dtype=torch.int32))
+    assert flops_of(Model(), example) == 2 * 2 * 6 * 5 * (8 + 8) + 2 * 6 * 8 * 4
 
 
 @pytest.mark.gpu

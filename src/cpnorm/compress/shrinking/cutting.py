@@ -38,7 +38,7 @@ def cut_within(job: ShrinkJob, budget: str, amount: float) -> tuple[nn.Module, F
     if budget == "parameters" and limit < least:
         raise ValueError(
             f"parameters: expected at least {least:,} ({100 * least / before:.3g} % of {before:,}), which leave "
-            f"one term in each of {len(canonical_layers(job.exact))} layers and all other parameters, got {amount:g}"
+            f"one term in each layer that can be cut and all other parameters, got {amount:g}"
             f"{_largest_dense(job)}"
         )
     target, job.limit = limit, limit if budget == "parameters" else None
@@ -101,6 +101,9 @@ def _by_accuracy(job: ShrinkJob, drop: float) -> nn.Module:
 
 
 def _by_latency(job: ShrinkJob, limit: float) -> tuple[nn.Module, Factorization]:
+    now = job.milliseconds(job.model)
+    if now <= limit:
+        raise ValueError(f"latency_ms: expected less than the {now:.3g} ms that the model takes now, got {limit:g}")
     whole, low, high, share = job.flops, 0.0, 1.0, 0.0
     quickly = {"refit": "none", "data": job.batches[:1]}  # the time depends on the ranks only
     least = math.inf
