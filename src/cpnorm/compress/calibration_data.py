@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset
 
 from cpnorm.nn.running import to_device_of
 
@@ -31,11 +32,14 @@ def as_batches(data: Any, samples: int | None = None) -> list[Batch]:
     if isinstance(data, Tensor | Mapping) or _is_one_batch(data):
         data = [data]
     if not isinstance(data, Iterable) or isinstance(data, str | bytes):
-        raise TypeError(f"data: expected a DataLoader, tensors or batches of inputs, got a {type(data).__name__}")
+        hint = ": give a DataLoader of it" if isinstance(data, Dataset) else ""
+        raise TypeError(f"data: expected a DataLoader, tensors or batches of inputs, got a {type(data).__name__}{hint}")
     batches: list[Batch] = []
     seen = 0
     for batch in data:
         batches.append(_as_batch(batch))
+        if any(isinstance(x, Tensor) and bool(x.isnan().any()) for x in pytree.tree_leaves(batches[-1][0])):
+            raise ValueError(f"data: expected inputs without NaN, got some in batch {len(batches) - 1}")
         size = batch_size(batches[-1][0])
         if samples is not None and seen + size > samples:
             batches[-1] = _first(batches[-1], size, samples - seen)

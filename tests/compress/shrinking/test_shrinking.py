@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 import cpnorm
@@ -282,6 +283,7 @@ def test_progress_is_reported_and_the_report_prints() -> None:
         ({"parameters": 0.5, "flops": 0.5}, "got parameters, flops"),
         ({"parameters": -1}, "parameters: expected a number > 0"),
         ({"parameters": 1e9}, "parameters: expected less than the model's"),
+        ({"parameters": 1.0}, "parameters: expected less than the model's"),
         ({"parameters": 0.01}, "parameters: expected at least"),
         ({"accuracy_drop": 0.1}, "metric: accuracy needs a class index"),
     ],
@@ -294,12 +296,36 @@ def test_impossible_budgets_are_errors(options: dict[str, float], message: str) 
 def test_unusable_data_are_errors() -> None:
     with pytest.raises(TypeError, match="from_numpy"):
         cpnorm.shrink(network(), [images().numpy()], parameters=0.5)
+    with pytest.raises(TypeError, match="got a TensorDataset: give a DataLoader of it"):
+        cpnorm.shrink(network(), TensorDataset(images()), parameters=0.5)
+    x = images()
+    x[3, 0, 0, 0] = torch.nan
+    with pytest.raises(ValueError, match="data: expected inputs without NaN, got some in batch 1"):
+        cpnorm.shrink(network(), [images(), x], parameters=0.5)
     with pytest.raises(ValueError, match="at least one batch"):
         cpnorm.shrink(network(), [], parameters=0.5)
     with pytest.raises(ValueError, match="got 3 items"):
         cpnorm.shrink(network(), [(images(), 1, 2)], parameters=0.5)
     with pytest.raises(ValueError, match="has no linear or convolutional layer"):
         cpnorm.shrink(nn.Sequential(nn.LSTM(4, 4)), torch.randn(3, 4), parameters=0.5)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace_method. is deprecated:DeprecationWarning")
+def test_models_that_cannot_be_copied_or_changed_are_errors() -> None:
+    pruned = network()
+    prune.l1_unstructured(pruned[2], "weight", 0.5)
+    with pytest.raises(ValueError, match="model: torch cannot copy it: remove pruning"):
+        cpnorm.shrink(pruned, images(), parameters=0.5)
+    with pytest.raises(TypeError, match="got a ScriptModule"):
+        cpnorm.shrink(torch.jit.trace(network(), images(1)), images(), parameters=0.5)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inside_modes_without_gradients(mode: Any) -> None:
+    with mode():
+        small = cpnorm.shrink(network(), images(), parameters=0.3)
+    assert small.report.output_error < 0.02
 
 
 def test_a_form_that_computes_something_else_is_an_error() -> None:

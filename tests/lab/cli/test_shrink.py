@@ -43,6 +43,9 @@ class Wrapped(nn.Module):
 def fails():
     raise LookupError("no such block")
 
+def sized(classes):
+    return build()
+
 nothing = 3
 """
 
@@ -173,7 +176,7 @@ def test_text_for_a_network_without_a_tokenizer(folder: Path, capsys: pytest.Cap
 
 
 def failing(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main.main(["shrink", *words, "--images", "digits", *GREY, "--out", "small"]) != 0
+    assert main.main(["shrink", "--images", "digits", *GREY, "--out", "small", *words]) != 0
     assert not Path("small").exists()
     return " ".join(capsys.readouterr().err.split())
 
@@ -191,7 +194,12 @@ def test_errors_in_the_users_code_are_told_as_theirs(folder: Path, capsys: pytes
     assert "there is no module not_here" in failing(capsys, "not_here.models:build", *half)
     assert "expected package.module:function" in failing(capsys, "mine_to_shrink", *half)
     assert "to be a function that returns a network, got int" in failing(capsys, "mine_to_shrink:nothing", *half)
+    assert "missing a required argument: 'classes'; give a function" in failing(capsys, "mine_to_shrink:sized", *half)
     assert "exactly one budget" in failing(capsys, "mine_to_shrink:build")
+    assert "less than 100%, got '150%'" in failing(capsys, "mine_to_shrink:build", "--parameters", "150%")
+    assert "--device: torch" in failing(capsys, "mine_to_shrink:build", *half, "--device", "abacus")
+    for wrong in (("--mean", "0.5,0.5"), ("--std", "0.5,0.5,0.5"), ("--std", "0")):
+        assert "expected as --mean and --std" in failing(capsys, "mine_to_shrink:build", *half, *wrong)
     assert "expected a budget such as 10%" in failing(capsys, "mine_to_shrink:build", "--parameters", "small")
     assert "no such file of weights" in failing(capsys, "mine_to_shrink:build", *half, "--weights", "none.pt")
 
@@ -211,6 +219,22 @@ def test_weights_of_torch_save_and_what_does_not_fit(folder: Path, capsys: pytes
     torch.save(state, folder / "w.pt")
     with pytest.raises(ValueError, match=r"keys are 1 missing, such as output\.bias"):
         load_network("mine_to_shrink:build", folder / "w.pt", "cpu")
+    torch.save(state | {"module.output.bias": torch.zeros(7)}, folder / "w.pt")
+    with pytest.raises(ValueError, match=r"output\.bias is \(7,\) in the file and \(10,\) in the model"):
+        load_network("mine_to_shrink:build", folder / "w.pt", "cpu")
+    torch.save(model, folder / "whole.pt")
+    (folder / "text.pt").write_text("these are no weights")
+    (folder / "empty.pt").touch()
+    for name in ("whole.pt", "text.pt", "empty.pt"):
+        with pytest.raises(ValueError, match=f"{name}: expected a safetensors file, or what torch"):
+            load_network("mine_to_shrink:build", folder / name, "cpu")
+
+
+def test_a_file_in_place_of_the_folder_is_told_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "small").touch()
+    words = ["shrink", "not_here:build", "--images", "digits", "--parameters", "50%", "--out", "small"]
+    assert main.main(words) != 0
+    assert "--out: expected a folder, small is a file" in capsys.readouterr().err
 
 
 def test_a_list_of_images(folder: Path) -> None:

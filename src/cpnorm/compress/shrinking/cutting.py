@@ -31,7 +31,7 @@ def cut_within(job: ShrinkJob, budget: str, amount: float) -> tuple[nn.Module, F
     if budget == "latency_ms":
         return _by_latency(job, amount)
     before = count_parameters(job.model) if budget == "parameters" else job.flops
-    limit = int(amount * before) if amount < 1 else int(amount)
+    limit = int(amount * before) if amount <= 1 else int(amount)
     if limit >= before:
         raise ValueError(f"{budget}: expected less than the model's {before:,}, got {amount:g}")
     least = _least_parameters(job.exact)

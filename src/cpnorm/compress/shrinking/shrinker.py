@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from cpnorm._checks import check_model, check_type, is_number
@@ -136,6 +137,7 @@ class Shrinker:
         self.progress = progress or (lambda what, done, total: None)
         self._prepared: dict[bool, ShrinkJob] = {}
 
+    @torch.inference_mode(False)
     def shrink(
         self,
         *,
@@ -189,7 +191,12 @@ def _only_budget(**offered: Any) -> tuple[str, float]:
 
 def _prepare(job: ShrinkJob, skip: tuple[str | type, ...], together: bool) -> None:
     """Store a copy of the model at exact ranks, and the reasons why layers stay dense, in the job."""
-    canonical = copy.deepcopy(job.model).eval()
+    try:
+        canonical = copy.deepcopy(job.model).eval()
+    except RuntimeError as error:  # of weights that hooks compute
+        raise ValueError(
+            "model: torch cannot copy it: remove pruning (torch.nn.utils.prune.remove) or the old weight_norm first"
+        ) from error
     reasons: dict[str, str] = {}
     if not canonical_layers(canonical):
         alone = _named(canonical, skip)

@@ -68,9 +68,12 @@ def parse_share(text: str) -> float:
     (0.1, 0.1, 200000.0)
     """
     try:
-        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        amount = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         raise ValueError(f"expected a budget such as 10%, 0.1 or 200000, got {text!r}") from None
+    if text.endswith("%") and not 0 <= amount < 1:
+        raise ValueError(f"expected a budget of less than 100%, got {text!r}")
+    return amount
 
 
 def run_shrink(
@@ -89,6 +92,8 @@ def run_shrink(
     silent: bool,
 ) -> Outcome:
     """Load, shrink, measure, and write everything into the folder ``out``."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out: expected a folder, {out} is a file")
     model = load_network(network, weights, device)
     found = data()
     inputs = _inputs(found.calibration[0])

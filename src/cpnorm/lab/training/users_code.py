@@ -48,7 +48,12 @@ def build_network(source: str, given: Mapping[str, Any], further: Mapping[str, A
         return build
     if not callable(build):
         raise ValueError(f"expected {source} to be a function that returns a network, got {type(build).__name__}")
-    wanted = {name: given[name] for name in inspect.signature(build).parameters if name in given}
+    signature = inspect.signature(build)
+    wanted = {name: given[name] for name in signature.parameters if name in given}
+    try:
+        signature.bind(**wanted, **further)
+    except TypeError as error:
+        raise ValueError(f"{source} cannot be called: {error}; give a function that needs no other arguments") from None
     with users_code(f"{source}()"):
         network = build(**wanted, **further)
     if not isinstance(network, nn.Module):
