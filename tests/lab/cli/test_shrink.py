@@ -43,6 +43,9 @@ class Wrapped(nn.Module):
 def fails():
     raise LookupError("no such block")
 
+def half():
+    return build().half()
+
 def sized(classes):
     return build()
 
@@ -165,6 +168,46 @@ def test_a_language_model_of_transformers_with_text(folder: Path, capsys: pytest
     program = torch.export.load("small/model.pt2").module()
     assert program(input_ids=torch.randint(280, (2, 24))).logits.shape == (2, 24, 280)
     assert "goes on after" in Path("small/report.html").read_text()
+
+
+def test_a_network_that_does_not_predict_the_next_word(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """BERT sees later words, so that the perplexity of the next one would say nothing."""
+    language_model(folder)
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    transformers.BertForMaskedLM(transformers.BertConfig(**sizes, vocab_size=280)).save_pretrained(folder / "llama")
+    words = ["shrink", "hf:llama", "--text", "text.txt", "--length", "24", "--samples", "8", "--no-curve"]
+    assert main.main([*words, "--parameters", "80%", "--out", "small", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["held_out"]["name"] == "the same answer as before"
+    assert told["held_out"]["before"] == 1
+    assert 0.5 < told["held_out"]["after"] <= 1
+    assert told["examples"] == []
+    assert "does not predict the next word" in Path("small/report.html").read_text()
+
+
+def test_texts_that_do_not_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["shrink", language_model(folder), "--parameters", "80%", "--out", "small", "--text", "text.txt"]
+    (folder / "latin.txt").write_bytes(b"caf\xe9 " * 9)
+    assert main.main([*words, "--text", "latin.txt"]) != 0
+    assert "latin.txt: expected a plain text file in UTF-8" in capsys.readouterr().err
+    config = json.loads(Path("llama/config.json").read_text()) | {"vocab_size": 9}
+    tensors = load_file("llama/model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:9].clone()
+    save_file(tensors, "llama/model.safetensors", metadata={"format": "pt"})
+    Path("llama/config.json").write_text(json.dumps(config))
+    assert main.main([*words, "--length", "24"]) != 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert "hf:llama fails on a batch of the data, input_ids of shape (2, 24): IndexError" in told
+
+
+def test_a_network_in_half_precision(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pytorchcv")
+    words = ["shrink", "mine_to_shrink:half", "--images", "digits", *GREY, "--samples", "16", "--no-curve"]
+    assert main.main([*words, "--parameters", "60%", "--out", "small"]) == 0
+    assert {x.dtype for x in load_file("small/model.safetensors").values() if x.is_floating_point()} == {torch.float16}
 
 
 def test_text_for_a_network_without_a_tokenizer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -199,7 +199,11 @@ def read_text(file: Path, source: str, length: int, samples: int, batch: int) ->
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder}: expected the tokenizer's files, too, as save_pretrained writes them") from error
-    tokens = tokenizer(file.read_text(encoding="utf-8"), verbose=False, add_special_tokens=False)["input_ids"]
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: expected a plain text file in UTF-8 ({error})") from error
+    tokens = tokenizer(text, verbose=False, add_special_tokens=False)["input_ids"]
     windows = torch.tensor(tokens[: len(tokens) // length * length]).reshape(-1, length)
     if len(windows) < 2:
         raise ValueError(f"{file}: expected at least {2 * length} tokens, got {len(tokens)}: try --length")
