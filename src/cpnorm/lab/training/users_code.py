@@ -8,14 +8,16 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import cpnorm
+from cpnorm.nn.running import evaluating
 
 OTHERS = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], str(Path(cpnorm.__file__).parent))
 
@@ -59,6 +61,17 @@ def build_network(source: str, given: Mapping[str, Any], further: Mapping[str, A
     if not isinstance(network, nn.Module):
         raise ValueError(f"expected {source} to return a torch.nn.Module, got {type(network).__name__}")
     return network
+
+
+def check_outputs(source: str, network: nn.Module, shape: Sequence[int], classes: int) -> None:
+    """Raise unless the network takes images of this shape and returns scores of at least so many classes."""
+    images = torch.zeros(2, *shape)
+    place = f"{source} on images of shape {tuple(images.shape)}"
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), evaluating(network), users_code(place):
+        scores = network(images)
+    if not isinstance(scores, Tensor) or scores.ndim != 2 or scores.shape[1] < classes:
+        got = tuple(scores.shape) if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
+        raise ValueError(f"{place}: expected scores of shape (2, {classes}), one for each class, got {got}")
 
 
 def _imported(source: str) -> Any:
