@@ -209,9 +209,16 @@ def test_latency_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
         return taken[0] if len(taken) == 1 else taken
 
     monkeypatch.setattr(ShrinkJob, "milliseconds", milliseconds)
+    asked = []
+
+    def forms(job: ShrinkJob, cut: nn.Module, budget: str) -> Any:
+        asked.append(budget)
+        return budget_forms(job, cut, "flops")
+
     for module in (shrinker, cutting):
-        monkeypatch.setattr(module, "budget_forms", lambda job, cut, budget: budget_forms(job, cut, "flops"))
+        monkeypatch.setattr(module, "budget_forms", forms)
     small = cpnorm.shrink(model, x, latency_ms=0.6)
+    assert set(asked) == {"latency_ms"}  # tries, too, have the forms that take the least time
     assert 0.5 < small.report.milliseconds_after <= 0.6
     with pytest.raises(ValueError, match="latency_ms: expected at least about"):
         cpnorm.shrink(model, x, latency_ms=0.201)

@@ -107,25 +107,28 @@ def _by_latency(job: ShrinkJob, limit: float) -> tuple[nn.Module, Factorization]
     whole, low, high, share = job.flops, 0.0, 1.0, 0.0
     quickly = {"refit": "none", "data": job.batches[:1]}  # the time depends on the ranks only
     least = math.inf
+
+    def tried(share: float, **options: Any) -> tuple[nn.Module, Factorization, float]:
+        candidate = copy.deepcopy(job.exact)
+        cut_to(job, candidate, "flops", math.ceil(share * whole), **options)
+        choice = budget_forms(job, candidate, "latency_ms")
+        return candidate, choice, job.milliseconds(plain_model(choice, candidate))
+
     for probe in range(PROBES):
         job.progress("bisecting", probe, PROBES)
-        middle, candidate = (low + high) / 2, copy.deepcopy(job.exact)
+        middle = (low + high) / 2
         try:
-            cut_to(job, candidate, "flops", math.ceil(middle * whole), **quickly)
+            *_, taken = tried(middle, **quickly)
         except ValueError:  # fewer than one term in each layer
             low = middle
             continue
-        taken = job.milliseconds(plain_model(budget_forms(job, candidate, "flops"), candidate))
         least = min(least, taken)
         if taken <= limit:
             low = share = middle
         else:
             high = middle
     for slack in (1.0, 0.9, 0.8) if share else ():  # timings are noisy
-        candidate = copy.deepcopy(job.exact)
-        cut_to(job, candidate, "flops", math.ceil(slack * share * whole))
-        choice = budget_forms(job, candidate, "latency_ms")
-        taken = job.milliseconds(plain_model(choice, candidate))
+        candidate, choice, taken = tried(slack * share)
         least = min(least, taken)
         if taken <= limit:
             return candidate, choice
