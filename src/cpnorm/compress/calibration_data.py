@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -110,6 +111,8 @@ def tensors_of(outputs: Any) -> list[Tensor]:
     logits = getattr(outputs, "logits", None)
     if isinstance(logits, Tensor):
         return [logits]
+    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, Mapping | type):
+        outputs = vars(outputs)
     found = [y for y in pytree.tree_leaves(outputs) if isinstance(y, Tensor) and y.is_floating_point()]
     if not found:
         raise ValueError(f"expected a model with tensors among its outputs, got a {type(outputs).__name__}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import json
 import time
@@ -317,13 +318,16 @@ def test_unusable_data_are_errors() -> None:
         cpnorm.shrink(nn.Sequential(nn.LSTM(4, 4)), torch.randn(3, 4), parameters=0.5)
 
 
+def test_a_pruned_layer_stays_and_the_others_are_cut() -> None:
+    model = network()
+    prune.l1_unstructured(model[2], "weight", 0.5)
+    report = cpnorm.shrink(model, images(), parameters=0.9).report
+    assert [(each.name, "pruning" in each.reason) for each in report.dense] == [("2", True)]
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace_method. is deprecated:DeprecationWarning")
-def test_models_that_cannot_be_copied_or_changed_are_errors() -> None:
-    pruned = network()
-    prune.l1_unstructured(pruned[2], "weight", 0.5)
-    with pytest.raises(ValueError, match="model: torch cannot copy it: remove pruning"):
-        cpnorm.shrink(pruned, images(), parameters=0.5)
+def test_a_traced_model_is_an_error() -> None:
     with pytest.raises(TypeError, match="got a ScriptModule"):
         cpnorm.shrink(torch.jit.trace(network(), images(1)), images(), parameters=0.5)
 
@@ -358,6 +362,35 @@ def test_half_precision(dtype: torch.dtype) -> None:
         small.model[-1][-1].bias += 0.5
     with pytest.raises(RuntimeError, match="differ from the canonical one"):
         job.verify(small.model, small.canonical)
+
+
+@dataclasses.dataclass
+class Outputs:
+    scores: Tensor
+    hidden: Tensor
+
+
+class Drawing(nn.Module):
+    """A network that returns a dataclass, and may draw random numbers in evaluation, too."""
+
+    def __init__(self, noise: float) -> None:
+        super().__init__()
+        self.noise = noise
+        self.first, self.second = low_rank(nn.Linear(16, 32)), low_rank(nn.Linear(32, 24))
+
+    def forward(self, x: Tensor) -> Outputs:
+        hidden = self.first(x).relu()
+        return Outputs(self.second(hidden + self.noise * torch.randn_like(hidden)), hidden)
+
+
+def test_outputs_that_are_a_dataclass_and_outputs_that_are_random() -> None:
+    torch.manual_seed(0)
+    model, x = Drawing(0.0), torch.randn(64, 16)
+    small = cpnorm.shrink(model, x, parameters=0.6)
+    assert small.report.output_error < 0.1
+    assert small.model(x).scores.shape == (64, 24)
+    with pytest.raises(ValueError, match="model: its outputs for one input differ by"):
+        cpnorm.shrink(Drawing(1.0), x, parameters=0.6)
 
 
 def test_flops_that_torch_does_not_count() -> None:

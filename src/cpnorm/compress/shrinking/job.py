@@ -88,6 +88,16 @@ class ShrinkJob:
             )
         return error
 
+    def check_repeatable(self) -> None:
+        """Raise if the model's outputs are random: no cut could be fitted to them."""
+        with evaluating(self.model):
+            outputs = [run_without_gradients(self.model, self.example) for _ in range(2)]
+        if (error := relative_error([(outputs[0], outputs[1])])) > ROUNDING:
+            raise ValueError(
+                f"model: its outputs for one input differ by {100 * error:.2g} % from call to call, so that nothing "
+                "can be fitted to them: make it draw no random numbers in eval mode"
+            )
+
     def score(self, model: nn.Module) -> float:
         """Return the mean of the metric over all batches, weighted by their sizes."""
         metric, total, count = self.metric or accuracy, 0.0, 0

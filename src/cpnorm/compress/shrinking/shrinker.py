@@ -176,6 +176,7 @@ class Shrinker:
     def _job(self, together: bool) -> ShrinkJob:
         if together not in self._prepared:
             job = ShrinkJob(self.model, self.batches, self.example, self.metric, self.progress)
+            job.check_repeatable()  # after this pass torch can copy weights that pruning computes
             _prepare(job, self.skip, together)
             self._prepared[together] = job
         return self._prepared[together]
@@ -191,12 +192,7 @@ def _only_budget(**offered: Any) -> tuple[str, float]:
 
 def _prepare(job: ShrinkJob, skip: tuple[str | type, ...], together: bool) -> None:
     """Store a copy of the model at exact ranks, and the reasons why layers stay dense, in the job."""
-    try:
-        canonical = copy.deepcopy(job.model).eval()
-    except RuntimeError as error:  # of weights that hooks compute
-        raise ValueError(
-            "model: torch cannot copy it: remove pruning (torch.nn.utils.prune.remove) or the old weight_norm first"
-        ) from error
+    canonical = copy.deepcopy(job.model).eval()
     reasons: dict[str, str] = {}
     if not canonical_layers(canonical):
         alone = _named(canonical, skip)
