@@ -40,7 +40,7 @@ def as_batches(data: Any, samples: int | None = None) -> list[Batch]:
     for batch in data:
         batches.append(_as_batch(batch))
         if any(isinstance(x, Tensor) and bool(x.isnan().any()) for x in pytree.tree_leaves(batches[-1][0])):
-            raise ValueError(f"data: expected inputs without NaN, got some in batch {len(batches) - 1}")
+            raise ValueError(f"data: expected finite values, got NaN in batch {len(batches) - 1}")
         size = batch_size(batches[-1][0])
         if samples is not None and seen + size > samples:
             batches[-1] = _first(batches[-1], size, samples - seen)

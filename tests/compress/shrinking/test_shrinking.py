@@ -308,7 +308,10 @@ def test_unusable_data_are_errors() -> None:
         cpnorm.shrink(network(), TensorDataset(images()), parameters=0.5)
     x = images()
     x[3, 0, 0, 0] = torch.nan
-    with pytest.raises(ValueError, match="data: expected inputs without NaN, got some in batch 1"):
+    with pytest.raises(ValueError, match="data: expected finite values, got NaN in batch 1"):
+        cpnorm.shrink(network(), [images(), x], parameters=0.5)
+    x[3, 0, 0, 0] = torch.inf
+    with pytest.raises(ValueError, match=r"data: expected finite values, got NaN or infinity in the inputs of 0"):
         cpnorm.shrink(network(), [images(), x], parameters=0.5)
     with pytest.raises(ValueError, match="at least one batch"):
         cpnorm.shrink(network(), [], parameters=0.5)
