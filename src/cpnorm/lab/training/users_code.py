@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 import cpnorm
-from cpnorm.nn.running import evaluating
 
 OTHERS = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], str(Path(cpnorm.__file__).parent))
 
@@ -67,8 +66,11 @@ def check_outputs(source: str, network: nn.Module, shape: Sequence[int], classes
     """Raise unless the network takes images of this shape and returns scores of at least so many classes."""
     images = torch.zeros(2, *shape)
     place = f"{source} on images of shape {tuple(images.shape)}"
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), evaluating(network), users_code(place):
-        scores = network(images)
+    training = {module: module.training for module in network.modules()}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), users_code(place):
+        scores = network.eval()(images)
+    for module, flag in training.items():
+        module.training = flag
     if not isinstance(scores, Tensor) or scores.ndim != 2 or scores.shape[1] < classes:
         got = tuple(scores.shape) if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
         raise ValueError(f"{place}: expected scores of shape (2, {classes}), one for each class, got {got}")
