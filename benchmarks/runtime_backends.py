@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 
 import cpnorm
@@ -47,6 +48,9 @@ def torchao_static(model: nn.Module, calibration: Tensor, path: Path) -> Made:
     quantizer = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
     quantized = convert_pt2e(_observed(model, calibration, quantizer, prepare_pt2e))
     torch.save(quantized.state_dict(), file := path.with_suffix(".pt"))
+    # Only with frozen weights does torch.compile use int8 kernels. For the whole process, as options= has no effect on
+    # what torch traces: this runtime is the last one.
+    torch._inductor.config.freezing = True
     return torch.compile(quantized, dynamic=False), file.stat().st_size
 
 

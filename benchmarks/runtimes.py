@@ -10,9 +10,10 @@ images. A runtime that is not installed, or fails, is left out with its error.
 
     pip install onnx onnxscript onnxruntime openvino nncf executorch torchao
     python benchmarks/runtimes.py --data-dir DATA --work FOLDER [--networks resnet56] [--runtimes openvino]
-    python benchmarks/runtimes.py --work FOLDER --record          # the record, and the tables of docs/guides/deploy.md
+    python benchmarks/runtimes.py --work FOLDER --record [NAME]   # a record, and the tables of docs/guides/deploy.md
 
-``FOLDER`` keeps the cut networks and one line for each network and runtime: what is there is not measured again.
+``FOLDER`` keeps the cut networks and one line for each network and runtime: what is there is not measured again. The
+guide has the tables of all records.
 """
 
 from __future__ import annotations
@@ -206,18 +207,24 @@ def section(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def sections() -> str:
+    """Return the tables of all records, the first run's first."""
+    found = [json.loads(path.read_text()) for path in timing.RESULTS.glob("runtimes_*.json")]
+    return "\n\n".join(section(each) for each in sorted(found, key=lambda each: each["date"]))
+
+
 def write_record(args: argparse.Namespace) -> None:
     lines = read_lines(args.work)
     claims, tables, left_out = record(lines)
     title = "Factorised networks in other runtimes"
-    path = timing.write("runtimes", "cpu", title=title, claims=claims, tables=tables, left_out=left_out)
+    path = timing.write("runtimes", args.record, title=title, claims=claims, tables=tables, left_out=left_out)
     found = json.loads(path.read_text())
     found["command"] = lines[-1]["command"]
     found["machine"] = lines[-1]["machine"]
     found["machine"]["versions"] |= lines[-1]["versions"]
     path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{section(found)}\n\n{END}{rest.partition(END)[2]}")
+    PAGE.write_text(f"{before}{BEGIN}\n\n{sections()}\n\n{END}{rest.partition(END)[2]}")
 
 
 def main() -> None:
@@ -227,7 +234,9 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--runtimes", nargs="+", choices=RUNTIMES, default=list(RUNTIMES))
     parser.add_argument("--images", type=int, default=10_000, help="the first ones of the test set")
-    parser.add_argument("--record", action="store_true", help="write record and page of what is in the folder")
+    parser.add_argument(
+        "--record", nargs="?", const="cpu", metavar="NAME", help="write a record of what is in the folder"
+    )
     args = timing.start(parser)
     if args.record:
         write_record(args)
@@ -252,6 +261,7 @@ def main() -> None:
             line = {"network": network, "runtime": key, "rows": rows, "error": error, "versions": versions()}
             line |= {"seconds": time.perf_counter() - started, "machine": timing.machine()}
             options = f"--threads {args.threads} --rounds {args.rounds} --images {args.images}"
+            options += "" if args.runtimes == list(RUNTIMES) else f" --runtimes {' '.join(args.runtimes)}"
             line["command"] = f"python benchmarks/runtimes.py --data-dir DATA --work FOLDER {options}"
             with (args.work / "lines.jsonl").open("a") as file:
                 file.write(json.dumps(line) + os.linesep)

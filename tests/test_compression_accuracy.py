@@ -163,8 +163,8 @@ def test_of_two_records_of_one_measurement_the_later_counts(tmp_path: Path) -> N
 
 
 def test_a_network_without_cuts_is_not_drawn(tmp_path: Path) -> None:
-    base = {"data": "d", "share": 0.5, "dense_accuracy": 90.0, "accuracy": 90.0, "parameters": 10, "dense_parameters": 10}
-    base |= {"flops": 10, "dense_flops": 10}
+    base = {"data": "d", "share": 0.5, "dense_accuracy": 90.0, "accuracy": 90.0}
+    base |= {"parameters": 10, "dense_parameters": 10, "flops": 10, "dense_flops": 10}
     cut = [{**base, "network": "n", "method": "dense"}, {**base, "network": "n", "method": "svd", "parameters": 5}]
     for name, records in (("one.png", cut), ("two.png", [*cut, {**base, "network": "m", "method": "dense"}])):
         compression_figure.draw(records, tmp_path / name)

@@ -30,8 +30,10 @@ def check_type(value: Any, kind: type | tuple[type, ...], what: str) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Raise a TypeError unless this is a torch.nn.Module instance."""
+    """Raise a TypeError unless this is a torch.nn.Module instance whose layers can be replaced."""
     check_type(model, nn.Module, "a torch.nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("expected a torch.nn.Module in Python, got a ScriptModule: give the model that it was made of")
 
 
 def check_generator(generator: Any) -> None:

@@ -112,6 +112,36 @@ def test_layers_that_stay_packed_have_a_reason() -> None:
     assert unpack_attention(model, call) == {"idle": "it is not called on the example input"}
 
 
+@pytest.mark.parametrize("skip", ["attention", "attention.*", nn.MultiheadAttention, ["attention.query"]])
+def test_attention_that_is_skipped_stays_as_it_is(skip: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.head = nn.MultiheadAttention(WIDTH, HEADS), nn.Linear(WIDTH, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.attention(x, x, x)[0])
+
+    torch.manual_seed(0)
+    small = cpnorm.shrink(Model(), torch.randn(TARGETS, 40, WIDTH), parameters=0.85, skip=skip)
+    reasons = {each.name: each.reason for each in small.report.dense}
+    if isinstance(skip, list):  # a projection that shrink makes, as its reports name it
+        assert reasons == {"attention.query": "it is listed in skip"}
+    else:
+        assert type(small.model.attention) is nn.MultiheadAttention
+        assert [layer.name for layer in small.report.layers] == ["head"]
+        assert reasons.keys() == {"attention", "attention.out_proj"}
+        assert all("listed in skip" in reason for reason in reasons.values())
+
+
+def test_a_report_says_why_attention_stays_packed() -> None:
+    model, x = encoder(), torch.randn(8, TARGETS, WIDTH)
+    model.layers[1].self_attn.add_zero_attn = True
+    small = cpnorm.shrink(model, x, parameters=0.8)
+    reasons = {each.name: each.reason for each in small.report.dense}
+    assert "append a position" in reasons["layers.1.self_attn"]
+
+
 def encoder(**options: Any) -> nn.TransformerEncoder:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, batch_first=True, **options)

@@ -435,6 +435,14 @@ def test_fold_refuses_what_it_would_lose() -> None:
         assert torch.equal(model(x), expected)
 
 
+def test_pruning_the_weight_of_a_canonical_layer_is_refused() -> None:
+    layer = cpnorm.canonical_norm(nn.Linear(4, 4))
+    for pruned in (prune.l1_unstructured, prune.random_unstructured):
+        with pytest.raises(ValueError, match="name: the weight of a canonical layer is computed"):
+            pruned(layer, "weight", 0.5)
+    prune.l1_unstructured(layer, "bias", 0.5)
+
+
 def test_pruned_factors_and_biases_are_refused() -> None:
     model = cpnorm.canonical_norm(nn.Sequential(nn.Linear(8, 4)))
     prune.l1_unstructured(model[0].factors, "0", 0.5)

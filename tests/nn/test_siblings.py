@@ -103,6 +103,22 @@ class Reads(nn.Module):
         return self.a(x.to(self.a.weight.dtype)) * self.b(x)
 
 
+def test_layers_that_are_called_in_another_order_than_they_are_listed_in() -> None:
+    class Attention(nn.Module):  # as in BART, Whisper and CLIP of transformers
+        def __init__(self) -> None:
+            super().__init__()
+            self.key, self.value, self.query = nn.Linear(16, 24), nn.Linear(16, 16), nn.Linear(16, 24)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.query(x) * self.key(x)).sum(-1, keepdim=True).sigmoid() * self.value(x)
+
+    torch.manual_seed(0)
+    small = cpnorm.shrink(nn.Sequential(Attention()), torch.randn(64, 16), parameters=0.5)
+    (layer,) = small.report.layers
+    assert (layer.name, layer.shape) == ("0.key, value, query", (64, 16))
+    assert small.report.parameters_after <= 0.5 * small.report.parameters_before
+
+
 def test_layers_whose_weights_are_read_are_not_stacked() -> None:
     small = cpnorm.shrink(nn.Sequential(Reads(), nn.Linear(16, 16)), torch.randn(64, 16), parameters=0.9)
     assert {layer.name for layer in small.report.layers} == {"0.b", "1"}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset
 
 from cpnorm.nn.running import to_device_of
 
@@ -25,14 +27,19 @@ def as_batches(data: Any, samples: int | None = None) -> list[Batch]:
     Args:
         data: a DataLoader or another iterable of batches, one tensor of inputs, or one batch as a tuple or mapping. A
             batch is a tensor of inputs, (inputs, targets), (inputs,), or a mapping of keyword arguments, whose
-            "labels", if there are any, are the targets as well.
-        samples: stop after the batch with which this many samples are reached.
+            "labels", if there are any, are the targets as well. Several inputs are a tuple: ((first, second), targets).
+        samples: how many to use at most: later ones are left out.
     """
     batches: list[Batch] = []
     seen = 0
     for batch in iterate_batches(data):
         batches.append(batch)
-        seen += batch_size(batch[0])
+        if any(isinstance(x, Tensor) and bool(x.isnan().any()) for x in pytree.tree_leaves(batch[0])):
+            raise ValueError(f"data: expected finite values, got NaN in batch {len(batches) - 1}")
+        size = batch_size(batch[0])
+        if samples is not None and seen + size > samples:
+            batches[-1] = _first(batch, size, samples - seen)
+        seen += size
         if samples is not None and seen >= samples:
             break
     if not batches:
@@ -42,11 +49,29 @@ def as_batches(data: Any, samples: int | None = None) -> list[Batch]:
 
 def iterate_batches(data: Any) -> Iterator[Batch]:
     """Return the batches of ``as_batches`` one at a time."""
-    if isinstance(data, Tensor | Mapping) or (isinstance(data, tuple) and data and isinstance(data[0], Tensor)):
+    if isinstance(data, Tensor | Mapping) or _is_one_batch(data):
         data = [data]
     if not isinstance(data, Iterable) or isinstance(data, str | bytes):
-        raise TypeError(f"data: expected a DataLoader, tensors or batches of inputs, got a {type(data).__name__}")
+        hint = ": give a DataLoader of it" if isinstance(data, Dataset) else ""
+        raise TypeError(f"data: expected a DataLoader, tensors or batches of inputs, got a {type(data).__name__}{hint}")
     return map(_as_batch, data)
+
+
+def _is_one_batch(data: Any) -> bool:
+    """Return True for (inputs, targets) and (inputs,) of one batch, where a tuple of batches could also be meant."""
+    if not isinstance(data, tuple) or not data:
+        return False
+    inputs, *others = data
+    several = isinstance(inputs, tuple | list | Mapping) and len(others) == 1
+    return isinstance(inputs, Tensor) or (several and isinstance(others[0], Tensor | None))
+
+
+def _first(batch: Batch, size: int, count: int) -> Batch:
+    """Return the first samples of a batch of this size; all of them if its inputs have different lengths."""
+    leaves = [x for x in pytree.tree_leaves(batch[0]) if isinstance(x, Tensor) and x.ndim]
+    if any(len(x) != size for x in leaves):
+        return batch
+    return pytree.tree_map(lambda x: x[:count] if isinstance(x, Tensor) and x.ndim and len(x) == size else x, batch)
 
 
 def _as_batch(batch: Any) -> Batch:
@@ -96,6 +121,8 @@ def tensors_of(outputs: Any) -> list[Tensor]:
     logits = getattr(outputs, "logits", None)
     if isinstance(logits, Tensor):
         return [logits]
+    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, Mapping | type):
+        outputs = vars(outputs)
     found = [y for y in pytree.tree_leaves(outputs) if isinstance(y, Tensor) and y.is_floating_point()]
     if not found:
         raise ValueError(f"expected a model with tensors among its outputs, got a {type(outputs).__name__}")

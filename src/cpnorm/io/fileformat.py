@@ -177,13 +177,13 @@ def opened(path: Path) -> Iterator[Any]:
     """Open a safetensors file; raise a ValueError if it is not one or is damaged."""
     with open(path, "rb") as file:
         start = file.read(8)
-    if (size := int.from_bytes(start, "little")) > LARGEST_HEADER:
+    if int.from_bytes(start, "little") > LARGEST_HEADER:
         if start.startswith(TORCH_SAVE):  # a small size may begin with the same bytes
             raise ValueError(
                 f"{path} is a file of torch.save, not of safetensors: read it with torch.load(path, weights_only=True) "
                 "and model.load_state_dict"
             )
-        raise ValueError(f"{path} is not a safetensors file of cpnorm: its header claims to take {size} bytes")
+        raise ValueError(f"{path} is not a safetensors file: its first 8 bytes are not the size of a header")
     try:
         with safe_open(path, framework="pt") as reader:
             yield reader

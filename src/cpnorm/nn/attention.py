@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,17 +35,19 @@ class Usage:
     batched: bool
 
 
-def unpack_attention(model: nn.Module, example_input: Any) -> dict[str, str]:
+def unpack_attention(model: nn.Module, example_input: Any, skip: Collection[str] = ()) -> dict[str, str]:
     """Replace every nn.MultiheadAttention of a model, in place, and return why others stay, by name.
 
-    The model runs once on the example, in eval mode. A layer that is called in several ways, or not at all, stays.
+    The model runs once on the example, in eval mode. A layer that is called in several ways, or not at all, stays, and
+    so does one that is named in ``skip``, itself or a layer in it.
     """
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
-    if not layers:
+    packed = {name: m for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
+    layers = {name: m for name, m in packed.items() if not {name, f"{name}.out_proj".lstrip(".")} & set(skip)}
+    if not packed:
         return {}
     usages = _usages(model, layers, example_input)
     places = dict(model.named_modules(remove_duplicate=False))
-    reasons = {}
+    reasons = {name: "it, or its output layer, is listed in skip" for name in packed if name not in layers}
     for name, layer in layers.items():
         if reason := _why_packed(layer, usages[name]):
             reasons[name] = reason

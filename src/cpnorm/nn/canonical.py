@@ -250,6 +250,14 @@ class CPLayer(CanonicalTerms):
         conv = cast(nn.Conv2d, self)
         return x.ndim == len(conv.kernel_size) + 2 and x.shape[1] == conv.in_channels
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter; raise for what torch.nn.utils.prune makes of the weight, which is no parameter."""
+        if name == "weight_orig":
+            raise ValueError(
+                "name: the weight of a canonical layer is computed, so that truncate takes pruning's place"
+            )
+        super().register_parameter(name, param)
+
     def extra_repr(self) -> str:
         """Return the plain layer's settings, with rank and path."""
         return f"{super().extra_repr()}, rank={self.rank}, path={self.path}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,8 +17,8 @@ from cpnorm.nn.layers import CANONICAL_TYPES
 from cpnorm.nn.planner import LAYERS
 
 
-def unpack_layers(model: nn.Module, example_input: Any) -> nn.Module:
-    """Replace layers that contain linear maps under other names by plain linear layers, and return the model.
+def unpack_layers(model: nn.Module, example_input: Any, skip: Collection[str] = ()) -> dict[str, str]:
+    """Replace layers that contain linear maps under other names by plain linear layers; return why others stay.
 
     transformers' ``Conv1D`` becomes an ``nn.Linear``, and ``nn.MultiheadAttention`` a module with one for each of its
     projections. The model computes the same, except at positions that a padding mask hides from nn.TransformerEncoder:
@@ -26,18 +27,19 @@ def unpack_layers(model: nn.Module, example_input: Any) -> nn.Module:
     Args:
         model: changed in place; copy it first to keep it.
         example_input: what the model is called with; the attention layers are rewritten for this way of calling them.
+        skip: names of layers to leave alone.
     """
-    unpack_attention(linears_for_conv1d(model), example_input)
-    return model
+    linears_for_conv1d(model, skip)
+    return unpack_attention(model, example_input, skip)
 
 
-def linears_for_conv1d(model: nn.Module) -> nn.Module:
+def linears_for_conv1d(model: nn.Module, skip: Collection[str] = ()) -> nn.Module:
     """Replace every ``Conv1D`` of transformers (GPT-2) by an equivalent ``nn.Linear``, and return the model.
 
     Conv1D is a linear layer with a transposed weight; it is recognised by name, without importing transformers.
     """
     for name, layer in list(model.named_modules()):
-        if is_conv1d(layer) and name:
+        if is_conv1d(layer) and name and name not in skip:
             conv = cast(Any, layer)
             linear = nn.Linear(conv.nx, conv.nf, device="meta")
             linear.weight = nn.Parameter(conv.weight.detach().mT.contiguous(), conv.weight.requires_grad)
@@ -62,7 +64,7 @@ def dense_layers(model: nn.Module) -> tuple[DenseLayer, ...]:
     """Return the layers that have no canonical form, with their sizes and reasons."""
     modules = dict(model.named_modules())
     return tuple(
-        DenseLayer(name, sum(p.numel() for p in _tensors(modules[name]).values()), reason)
+        DenseLayer(name, sum(p.numel() for p in own_parameters(modules[name]).values()), reason)
         for name, reason in dense_reasons(model).items()
     )
 
@@ -77,7 +79,9 @@ def dense_reasons(model: nn.Module, skip: Skip = ()) -> dict[str, str]:
     modules = {
         name: module
         for name, module in model.named_modules()
-        if not isinstance(module, CPLayer) and not name.endswith(".factors") and _tensors(module)
+        if not isinstance(module, CPLayer | parametrize.ParametrizationList)  # which belongs to the layer that has it
+        and not name.endswith(".factors")
+        and _tensors(module)
     }
     plain = {n: m for n, m in modules.items() if any(is_unmodified(m, kind.plain) for kind in CANONICAL_TYPES)}
     reasons = {name: own_reason(module) if name in plain else _reason(module) for name, module in modules.items()}
@@ -86,12 +90,17 @@ def dense_reasons(model: nn.Module, skip: Skip = ()) -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of the module itself, including parametrized ones, that have two or more dimensions."""
+def own_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of the module itself, without those of modules in it, including parametrized ones."""
     own = dict(module._parameters)
     if parametrize.is_parametrized(module):
         own |= {f"{n}.original": p for n, each in cast(Any, module).parametrizations.items() for p in each.parameters()}
-    return {name: p for name, p in own.items() if p is not None and p.ndim > 1}
+    return {name: p for name, p in own.items() if p is not None}
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return those of its own parameters that have two or more dimensions."""
+    return {name: p for name, p in own_parameters(module).items() if p.ndim > 1}
 
 
 def _reason(module: nn.Module) -> str:

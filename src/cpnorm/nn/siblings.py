@@ -72,7 +72,8 @@ def _siblings(model: nn.Module, example_input: Any, skip: Sequence[str]) -> list
     with hooked(names, see, before=True), torch.no_grad(), evaluating(model):
         run(model, example_input)
     groups: dict[Any, list[str]] = {}
-    for name, inputs in fed.items():
+    for name in names.values():  # not in the order of calls: the first name is the stacked layer's in named_modules
+        inputs = fed.get(name, [])
         if len(inputs) == 1:
             layer = cast(nn.Linear, model.get_submodule(name))
             like = (layer.weight.dtype, layer.weight.device, layer.bias is None, layer.weight.requires_grad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import json
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 import cpnorm
@@ -130,6 +132,27 @@ def test_inputs_alone() -> None:
     assert len(as_batches(DataLoader(x, batch_size=8), samples=9)) == 2
     (batch,) = as_batches((x, torch.zeros(32)))
     assert batch[1].shape == (32,)
+    for several in ((x, x), [x, x], {"a": x}):
+        for targets in (None, torch.zeros(32)):
+            ((inputs, found),) = as_batches((several, targets))
+            assert inputs is several
+            assert found is targets
+    assert len(as_batches(((x, targets), (x, targets)))) == 2
+
+
+def test_no_more_samples_than_asked_for() -> None:
+    x, y = images(32), torch.arange(32)
+    (batch,) = as_batches((x, y), samples=9)
+    assert batch[0].shape == (9, 3, 8, 8)
+    assert batch[1].tolist() == list(range(9))
+    batches = as_batches(DataLoader(TensorDataset(x, y), batch_size=8), samples=20)
+    assert [len(inputs) for inputs, _ in batches] == [len(targets) for _, targets in batches] == [8, 8, 4]
+    (batch,) = as_batches({"a": x, "scale": 2.0, "labels": y}, samples=5)
+    assert (len(batch[0]["a"]), batch[0]["scale"], len(batch[1])) == (5, 2.0, 5)
+    words_first, mask = torch.randn(32, 4, 3), torch.zeros(4, 32)
+    (batch,) = as_batches([((words_first, mask), None)], samples=9)  # which length counts samples is unknown
+    assert [len(each) for each in batch[0]] == [32, 4]
+    assert cpnorm.shrink(network(), x, parameters=0.5, samples=16).report.samples == 16
     assert first_sample(nn.Linear(1, 1), {"a": x, "scale": 2.0})["a"].shape == (1, 3, 8, 8)
 
 
@@ -201,12 +224,21 @@ def test_latency_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
         return taken[0] if len(taken) == 1 else taken
 
     monkeypatch.setattr(ShrinkJob, "milliseconds", milliseconds)
+    asked = []
+
+    def forms(job: ShrinkJob, cut: nn.Module, budget: str) -> Any:
+        asked.append(budget)
+        return budget_forms(job, cut, "flops")
+
     for module in (shrinker, cutting):
-        monkeypatch.setattr(module, "budget_forms", lambda job, cut, budget: budget_forms(job, cut, "flops"))
+        monkeypatch.setattr(module, "budget_forms", forms)
     small = cpnorm.shrink(model, x, latency_ms=0.6)
+    assert set(asked) == {"latency_ms"}  # tries, too, have the forms that take the least time
     assert 0.5 < small.report.milliseconds_after <= 0.6
     with pytest.raises(ValueError, match="latency_ms: expected at least about"):
         cpnorm.shrink(model, x, latency_ms=0.201)
+    with pytest.raises(ValueError, match=r"latency_ms: expected less than the 1\.2 ms that"):
+        cpnorm.shrink(model, x, latency_ms=1.3)
 
 
 class Sleeping(nn.Module):
@@ -273,6 +305,7 @@ def test_progress_is_reported_and_the_report_prints() -> None:
         ({"parameters": 0.5, "flops": 0.5}, "got parameters, flops"),
         ({"parameters": -1}, "parameters: expected a number > 0"),
         ({"parameters": 1e9}, "parameters: expected less than the model's"),
+        ({"parameters": 1.0}, "parameters: expected less than the model's"),
         ({"parameters": 0.01}, "parameters: expected at least"),
         ({"accuracy_drop": 0.1}, "metric: accuracy needs a class index"),
     ],
@@ -285,12 +318,42 @@ def test_impossible_budgets_are_errors(options: dict[str, float], message: str) 
 def test_unusable_data_are_errors() -> None:
     with pytest.raises(TypeError, match="from_numpy"):
         cpnorm.shrink(network(), [images().numpy()], parameters=0.5)
+    with pytest.raises(TypeError, match="got a TensorDataset: give a DataLoader of it"):
+        cpnorm.shrink(network(), TensorDataset(images()), parameters=0.5)
+    x = images()
+    x[3, 0, 0, 0] = torch.nan
+    with pytest.raises(ValueError, match="data: expected finite values, got NaN in batch 1"):
+        cpnorm.shrink(network(), [images(), x], parameters=0.5)
+    x[3, 0, 0, 0] = torch.inf
+    with pytest.raises(ValueError, match=r"data: expected finite values, got NaN or infinity in the inputs of 0"):
+        cpnorm.shrink(network(), [images(), x], parameters=0.5)
     with pytest.raises(ValueError, match="at least one batch"):
         cpnorm.shrink(network(), [], parameters=0.5)
     with pytest.raises(ValueError, match="got 3 items"):
         cpnorm.shrink(network(), [(images(), 1, 2)], parameters=0.5)
     with pytest.raises(ValueError, match="has no linear or convolutional layer"):
         cpnorm.shrink(nn.Sequential(nn.LSTM(4, 4)), torch.randn(3, 4), parameters=0.5)
+
+
+def test_a_pruned_layer_stays_and_the_others_are_cut() -> None:
+    model = network()
+    prune.l1_unstructured(model[2], "weight", 0.5)
+    report = cpnorm.shrink(model, images(), parameters=0.9).report
+    assert [(each.name, "pruning" in each.reason) for each in report.dense] == [("2", True)]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace_method. is deprecated:DeprecationWarning")
+def test_a_traced_model_is_an_error() -> None:
+    with pytest.raises(TypeError, match="got a ScriptModule"):
+        cpnorm.shrink(torch.jit.trace(network(), images(1)), images(), parameters=0.5)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inside_modes_without_gradients(mode: Any) -> None:
+    with mode():
+        small = cpnorm.shrink(network(), images(), parameters=0.3)
+    assert small.report.output_error < 0.02
 
 
 def test_a_form_that_computes_something_else_is_an_error() -> None:
@@ -303,6 +366,59 @@ def test_a_form_that_computes_something_else_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="differ from the canonical one"):
         job.verify(other, model)
     assert relative_error([(torch.zeros(3), torch.ones(3))]) == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    model, x = network().to(dtype), images().to(dtype)
+    small = cpnorm.shrink(model, x, parameters=0.3)
+    assert {p.dtype for p in small.model.parameters()} == {dtype}
+    assert small.report.output_error < 0.05
+    job = ShrinkJob(model, as_batches(x), x[:1], None, lambda *_: None)
+    with torch.no_grad():
+        small.model[-1][-1].bias += 0.5
+    with pytest.raises(RuntimeError, match="differ from the canonical one"):
+        job.verify(small.model, small.canonical)
+
+
+@dataclasses.dataclass
+class Outputs:
+    scores: Tensor
+    hidden: Tensor
+
+
+class Drawing(nn.Module):
+    """A network that returns a dataclass, and may draw random numbers in evaluation, too."""
+
+    def __init__(self, noise: float) -> None:
+        super().__init__()
+        self.noise = noise
+        self.first, self.second = low_rank(nn.Linear(16, 32)), low_rank(nn.Linear(32, 24))
+
+    def forward(self, x: Tensor) -> Outputs:
+        hidden = self.first(x).relu()
+        return Outputs(self.second(hidden + self.noise * torch.randn_like(hidden)), hidden)
+
+
+def test_outputs_that_are_a_dataclass_and_outputs_that_are_random() -> None:
+    torch.manual_seed(0)
+    model, x = Drawing(0.0), torch.randn(64, 16)
+    small = cpnorm.shrink(model, x, parameters=0.6)
+    assert small.report.output_error < 0.1
+    assert small.model(x).scores.shape == (64, 24)
+    with pytest.raises(ValueError, match="model: its outputs for one input differ by"):
+        cpnorm.shrink(Drawing(1.0), x, parameters=0.6)
+
+
+def test_flops_that_torch_does_not_count() -> None:
+    class Model(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, experts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+            attended = nn.functional.scaled_dot_product_attention(q, k, k)
+            return attended, nn.functional.grouped_mm(q[0, 0], experts, offs=ends)
+
+    q, k, experts = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 5, 8), torch.randn(3, 8, 4)
+    example = (q, k, experts, torch.tensor([1, 3, 6], dtype=torch.int32))
+    assert flops_of(Model(), example) == 2 * 2 * 6 * 5 * (8 + 8) + 2 * 6 * 8 * 4
 
 
 @pytest.mark.gpu

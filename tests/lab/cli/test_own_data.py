@@ -23,6 +23,19 @@ def build(channels, classes):
 
 def fails():
     raise LookupError("no such block")
+
+def three(channels):
+    return build(channels, 3)
+
+def pair(channels, classes):
+    return nn.Sequential(build(channels, classes), nn.LSTM(10, 10))
+
+class Broken(nn.Linear):
+    def forward(self, x):
+        raise LookupError("no such layer")
+
+def breaks():
+    return Broken(4, 4)
 """
 NETWORK = ["--model", "mine_to_train:build", "--rank", "exact", "--init", "exact"]
 TRAINING = ["--optimizer", "adam", "--lr", "0.01"]
@@ -79,3 +92,11 @@ def test_errors_of_the_users_code_are_told_as_theirs(folder: Path, capsys: pytes
     told = " ".join(capsys.readouterr().err.split())
     assert "mine_to_train:fails() raised LookupError: no such block" in told
     assert "mine_to_train.py, line 9" in told
+    for build, complaint in (
+        ("three", "expected scores of shape (2, 10), one for each class, got (2, 3)"),
+        ("pair", "one for each class, got a tuple"),
+        ("breaks", "on images of shape (2, 1, 28, 28) raised LookupError: no such layer"),
+    ):
+        words[2] = f"mine_to_train:{build}"
+        assert main.main([*words, "--out", f"run-{build}"]) != 0
+        assert complaint in " ".join(capsys.readouterr().err.split())

@@ -43,6 +43,12 @@ class Wrapped(nn.Module):
 def fails():
     raise LookupError("no such block")
 
+def half():
+    return build().half()
+
+def sized(classes):
+    return build()
+
 nothing = 3
 """
 
@@ -164,6 +170,46 @@ def test_a_language_model_of_transformers_with_text(folder: Path, capsys: pytest
     assert "goes on after" in Path("small/report.html").read_text()
 
 
+def test_a_network_that_does_not_predict_the_next_word(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """BERT sees later words, so that the perplexity of the next one would say nothing."""
+    language_model(folder)
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    transformers.BertForMaskedLM(transformers.BertConfig(**sizes, vocab_size=280)).save_pretrained(folder / "llama")
+    words = ["shrink", "hf:llama", "--text", "text.txt", "--length", "24", "--samples", "8", "--no-curve"]
+    assert main.main([*words, "--parameters", "80%", "--out", "small", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["held_out"]["name"] == "the same answer as before"
+    assert told["held_out"]["before"] == 1
+    assert 0.5 < told["held_out"]["after"] <= 1
+    assert told["examples"] == []
+    assert "does not predict the next word" in Path("small/report.html").read_text()
+
+
+def test_texts_that_do_not_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["shrink", language_model(folder), "--parameters", "80%", "--out", "small", "--text", "text.txt"]
+    (folder / "latin.txt").write_bytes(b"caf\xe9 " * 9)
+    assert main.main([*words, "--text", "latin.txt"]) != 0
+    assert "latin.txt: expected a plain text file in UTF-8" in capsys.readouterr().err
+    config = json.loads(Path("llama/config.json").read_text()) | {"vocab_size": 9}
+    tensors = load_file("llama/model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:9].clone()
+    save_file(tensors, "llama/model.safetensors", metadata={"format": "pt"})
+    Path("llama/config.json").write_text(json.dumps(config))
+    assert main.main([*words, "--length", "24"]) != 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert "hf:llama fails on a batch of the data, input_ids of shape (2, 24): IndexError" in told
+
+
+def test_a_network_in_half_precision(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pytorchcv")
+    words = ["shrink", "mine_to_shrink:half", "--images", "digits", *GREY, "--samples", "16", "--no-curve"]
+    assert main.main([*words, "--parameters", "60%", "--out", "small"]) == 0
+    assert {x.dtype for x in load_file("small/model.safetensors").values() if x.is_floating_point()} == {torch.float16}
+
+
 def test_text_for_a_network_without_a_tokenizer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["shrink", language_model(folder), "--text", "text.txt", "--parameters", "80%", "--out", "small"]
     for file in Path("llama").glob("tokenizer*"):
@@ -173,7 +219,7 @@ def test_text_for_a_network_without_a_tokenizer(folder: Path, capsys: pytest.Cap
 
 
 def failing(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main.main(["shrink", *words, "--images", "digits", *GREY, "--out", "small"]) != 0
+    assert main.main(["shrink", "--images", "digits", *GREY, "--out", "small", *words]) != 0
     assert not Path("small").exists()
     return " ".join(capsys.readouterr().err.split())
 
@@ -191,7 +237,12 @@ def test_errors_in_the_users_code_are_told_as_theirs(folder: Path, capsys: pytes
     assert "there is no module not_here" in failing(capsys, "not_here.models:build", *half)
     assert "expected package.module:function" in failing(capsys, "mine_to_shrink", *half)
     assert "to be a function that returns a network, got int" in failing(capsys, "mine_to_shrink:nothing", *half)
+    assert "missing a required argument: 'classes'; give a function" in failing(capsys, "mine_to_shrink:sized", *half)
     assert "exactly one budget" in failing(capsys, "mine_to_shrink:build")
+    assert "less than 100%, got '150%'" in failing(capsys, "mine_to_shrink:build", "--parameters", "150%")
+    assert "--device: torch" in failing(capsys, "mine_to_shrink:build", *half, "--device", "abacus")
+    for wrong in (("--mean", "0.5,0.5"), ("--std", "0.5,0.5,0.5"), ("--std", "0")):
+        assert "expected as --mean and --std" in failing(capsys, "mine_to_shrink:build", *half, *wrong)
     assert "expected a budget such as 10%" in failing(capsys, "mine_to_shrink:build", "--parameters", "small")
     assert "no such file of weights" in failing(capsys, "mine_to_shrink:build", *half, "--weights", "none.pt")
 
@@ -211,6 +262,22 @@ def test_weights_of_torch_save_and_what_does_not_fit(folder: Path, capsys: pytes
     torch.save(state, folder / "w.pt")
     with pytest.raises(ValueError, match=r"keys are 1 missing, such as output\.bias"):
         load_network("mine_to_shrink:build", folder / "w.pt", "cpu")
+    torch.save(state | {"module.output.bias": torch.zeros(7)}, folder / "w.pt")
+    with pytest.raises(ValueError, match=r"output\.bias is \(7,\) in the file and \(10,\) in the model"):
+        load_network("mine_to_shrink:build", folder / "w.pt", "cpu")
+    torch.save(model, folder / "whole.pt")
+    (folder / "text.pt").write_text("these are no weights")
+    (folder / "empty.pt").touch()
+    for name in ("whole.pt", "text.pt", "empty.pt"):
+        with pytest.raises(ValueError, match=f"{name}: expected a safetensors file, or what torch"):
+            load_network("mine_to_shrink:build", folder / name, "cpu")
+
+
+def test_a_file_in_place_of_the_folder_is_told_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "small").touch()
+    words = ["shrink", "not_here:build", "--images", "digits", "--parameters", "50%", "--out", "small"]
+    assert main.main(words) != 0
+    assert "--out: expected a folder, small is a file" in capsys.readouterr().err
 
 
 def test_a_list_of_images(folder: Path) -> None:

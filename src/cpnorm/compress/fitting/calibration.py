@@ -126,6 +126,10 @@ def calibrate_layers(
         layer = layers[name]
         moments, metric = seen.moments.pop(name), (metrics or {}).pop(name, None)  # they take much memory
         squares, _ = moments.second(centered=layer in free)
+        if not squares.isfinite().all():
+            raise ValueError(
+                f"data: expected finite values, got NaN or infinity in the inputs of {name or 'the layer'}"
+            )
         problem = layer_problem(layer, layer.weight.detach(), squares, metric)
         importance = 1.0 if metrics is None else problem.total
         candidates = _candidates(problem, layer)

@@ -31,14 +31,14 @@ def cut_within(job: ShrinkJob, budget: str, amount: float) -> tuple[nn.Module, F
     if budget == "latency_ms":
         return _by_latency(job, amount)
     before = count_parameters(job.model) if budget == "parameters" else job.flops
-    limit = int(amount * before) if amount < 1 else int(amount)
+    limit = int(amount * before) if amount <= 1 else int(amount)
     if limit >= before:
         raise ValueError(f"{budget}: expected less than the model's {before:,}, got {amount:g}")
     least = _least_parameters(job.exact)
     if budget == "parameters" and limit < least:
         raise ValueError(
             f"parameters: expected at least {least:,} ({100 * least / before:.3g} % of {before:,}), which leave "
-            f"one term in each of {len(canonical_layers(job.exact))} layers and all other parameters, got {amount:g}"
+            f"one term in each layer that can be cut and all other parameters, got {amount:g}"
             f"{_largest_dense(job)}"
         )
     target, job.limit = limit, limit if budget == "parameters" else None
@@ -107,28 +107,34 @@ def _by_accuracy(job: ShrinkJob, drop: float) -> nn.Module:
 
 
 def _by_latency(job: ShrinkJob, limit: float) -> tuple[nn.Module, Factorization]:
+    now = job.milliseconds(job.model)
+    if now <= limit:
+        raise ValueError(f"latency_ms: expected less than the {now:.3g} ms that the model takes now, got {limit:g}")
     whole, low, high, share = job.flops, 0.0, 1.0, 0.0
     quickly = {"refit": "none", "data": job.batches[:1]}  # the time depends on the ranks only
     least = math.inf
+
+    def tried(share: float, **options: Any) -> tuple[nn.Module, Factorization, float]:
+        candidate = copy.deepcopy(job.exact)
+        cut_to(job, candidate, "flops", math.ceil(share * whole), **options)
+        choice = budget_forms(job, candidate, "latency_ms")
+        return candidate, choice, job.milliseconds(plain_model(choice, candidate))
+
     for probe in range(PROBES):
         job.progress("bisecting", probe, PROBES)
-        middle, candidate = (low + high) / 2, copy.deepcopy(job.exact)
+        middle = (low + high) / 2
         try:
-            cut_to(job, candidate, "flops", math.ceil(middle * whole), **quickly)
+            *_, taken = tried(middle, **quickly)
         except ValueError:  # fewer than one term in each layer
             low = middle
             continue
-        taken = job.milliseconds(plain_model(budget_forms(job, candidate, "flops"), candidate))
         least = min(least, taken)
         if taken <= limit:
             low = share = middle
         else:
             high = middle
     for slack in (1.0, 0.9, 0.8) if share else ():  # timings are noisy
-        candidate = copy.deepcopy(job.exact)
-        cut_to(job, candidate, "flops", math.ceil(slack * share * whole))
-        choice = budget_forms(job, candidate, "latency_ms")
-        taken = job.milliseconds(plain_model(choice, candidate))
+        candidate, choice, taken = tried(slack * share)
         least = min(least, taken)
         if taken <= limit:
             return candidate, choice

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -22,11 +22,13 @@ from cpnorm.deploy.factorization import Factorization
 from cpnorm.deploy.timing import fastest
 from cpnorm.nn.canonical import count_parameters
 from cpnorm.nn.convert import canonical_layers
-from cpnorm.nn.coverage import DenseLayer
+from cpnorm.nn.coverage import DenseLayer, own_parameters
 from cpnorm.nn.running import evaluating, run, to_device_of, without_attention_fast_path
 
 ROUNDING = 1e-3  # error relative to the outputs' norm that single precision may cause in deep networks
 EXACT = 1e-6  # the same in double precision
+SINGLE = torch.finfo(torch.float32).eps
+ROUNDED = 16  # times the precision of parameters of half precision: they are rounded before and after factorising
 VALUES_COMPARED = 2**26  # outputs that are enough for their error: a language model has 49,152 for each token
 
 
@@ -69,6 +71,8 @@ class ShrinkJob:
     def verify(self, small: nn.Module, cut: nn.Module) -> float:
         """Return the relative difference of the outputs of both models; raise if it is more than rounding."""
         inputs, _ = self.batches[0]
+        precision = max((torch.finfo(p.dtype).eps for p in small.parameters() if p.is_floating_point()), default=0.0)
+        exact = ROUNDED * precision if precision > SINGLE else EXACT
         with torch.no_grad(), evaluating(cut), evaluating(small):
             error = relative_error([(run(small, inputs), run(cut, inputs))])
             if error <= ROUNDING:
@@ -78,12 +82,22 @@ class ShrinkJob:
                 in_double = relative_error([(run(wide[0], _double(inputs)), run(wide[1], _double(inputs)))])
             except RuntimeError:  # some kernels of torch support single precision only
                 in_double = error
-        if in_double > EXACT:
+        if in_double > exact:
             raise RuntimeError(
                 f"the outputs of the factorised model differ from the canonical one's by {error:.2g}, and by "
                 f"{in_double:.2g} in double precision; please report this network"
             )
         return error
+
+    def check_repeatable(self) -> None:
+        """Raise if the model's outputs are random: no cut could be fitted to them."""
+        with evaluating(self.model):
+            outputs = [run_without_gradients(self.model, self.example) for _ in range(2)]
+        if (error := relative_error([(outputs[0], outputs[1])])) > ROUNDING:
+            raise ValueError(
+                f"model: its outputs for one input differ by {100 * error:.2g} % from call to call, so that nothing "
+                "can be fitted to them: make it draw no random numbers in eval mode"
+            )
 
     def score(self, model: nn.Module) -> float:
         """Return the mean of the metric over all batches, weighted by their sizes."""
@@ -106,7 +120,7 @@ class ShrinkJob:
     def dense_layers(self, small: nn.Module) -> tuple[DenseLayer, ...]:
         """Return the layers that stay dense, with their sizes in this model and the reasons."""
         modules = dict(small.named_modules())
-        sizes = {n: sum(p.numel() for p in modules[n]._parameters.values() if p is not None) for n in self.dense}
+        sizes = {name: sum(p.numel() for p in own_parameters(modules[name]).values()) for name in self.dense}
         return tuple(DenseLayer(name, sizes[name], reason) for name, reason in self.dense.items())
 
     def report(
@@ -186,9 +200,25 @@ class ShrinkJob:
         return error, samples, None if totals is None else (totals[0], totals[1])
 
 
+def _grouped_flops(tokens: Sequence[int], experts: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * math.prod(tokens) * experts[-1]  # (tokens, K) or (groups, tokens, K), times (groups, K, N)
+
+
+def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+# Kernels whose FLOPs torch does not count, and how many they take by the shapes of their arguments.
+UNKNOWN_TO_TORCH = {
+    "_grouped_mm": _grouped_flops,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention_flops,
+}
+
+
 def flops_of(model: nn.Module, example: Any) -> int:
     """Return the FLOPs of all matrix products and convolutions in one pass."""
-    counter = FlopCounterMode(display=False)  # does not know the kernel of attention's fast path
+    kernels = {getattr(torch.ops.aten, name): flops for name, flops in UNKNOWN_TO_TORCH.items()}
+    counter = FlopCounterMode(display=False, custom_mapping=kernels)  # does not know attention's fast path either
     with without_attention_fast_path(), torch.no_grad(), evaluating(model), counter:
         run(model, example)
     return int(counter.get_total_flops())

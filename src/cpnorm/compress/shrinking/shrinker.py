@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
-from cpnorm._checks import check_int, check_model, is_number
+from cpnorm._checks import check_int, check_model, check_type, is_number
 from cpnorm.compress import distillation
 from cpnorm.compress.calibration_data import as_batches, first_sample
 from cpnorm.compress.shrinking.cutting import budget_forms, cut_within, plain_model
@@ -138,13 +140,16 @@ class Shrinker:
         check_model(model)
         on_gpu = any(parameter.is_cuda for parameter in model.parameters())
         self.round_ranks = (8 if on_gpu else 1) if round_ranks is None else check_int("round_ranks", round_ranks)
+        check_type(skip, (str, type, Iterable), "names, patterns or types as skip")
+        self.skip = (skip,) if isinstance(skip, str | type) else tuple(skip)
         self.batches = as_batches(data, samples)
         self.data = self.batches if isinstance(data, Iterator) else data  # what can be read again
         self.example = first_sample(model, self.batches[0][0]) if example_input is None else example_input
-        self.model, self.metric, self.skip, self.together = model, metric, skip, together
+        self.model, self.metric, self.together = model, metric, together
         self.progress = progress or (lambda what, done, total: None)
         self._prepared: dict[bool, ShrinkJob] = {}
 
+    @torch.inference_mode(False)
     def shrink(
         self,
         *,
@@ -188,6 +193,7 @@ class Shrinker:
     def _job(self, together: bool) -> ShrinkJob:
         if together not in self._prepared:
             job = ShrinkJob(self.model, self.batches, self.example, self.metric, self.progress, self.round_ranks)
+            job.check_repeatable()  # after this pass torch can copy weights that pruning computes
             _prepare(job, self.skip, together)
             self._prepared[together] = job
         return self._prepared[together]
@@ -201,14 +207,17 @@ def _only_budget(**offered: Any) -> tuple[str, float]:
     return name, float(amount)
 
 
-def _prepare(job: ShrinkJob, skip: Skip, together: bool) -> None:
+def _prepare(job: ShrinkJob, skip: tuple[str | type, ...], together: bool) -> None:
     """Store a copy of the model at exact ranks, and the reasons why layers stay dense, in the job."""
     canonical = copy.deepcopy(job.model).eval()
     reasons: dict[str, str] = {}
     if not canonical_layers(canonical):
-        unpack_layers(canonical, job.example)
+        alone = _named(canonical, skip)
+        packed = unpack_layers(canonical, job.example, alone)
+        skip = (*alone, *skip)
         canonical = _with_siblings(job, canonical, skip) if together else canonical
         reasons = dense_reasons(canonical, skip)
+        reasons |= {name: reason for name, reason in packed.items() if name in reasons}
         try:
             modes = {n: m for n, m in flatten_modes(canonical, job.example).items() if n not in reasons}
             inside = [name for name in reasons if isinstance(canonical.get_submodule(name), LAYERS)]
@@ -223,6 +232,15 @@ def _prepare(job: ShrinkJob, skip: Skip, together: bool) -> None:
     if not canonical_layers(canonical):
         raise ValueError(f"no layer of {type(job.model).__name__} can be cut: {reasons}")
     job.exact, job.dense = canonical, reasons
+
+
+def _named(model: nn.Module, skip: Iterable[str | type]) -> list[str]:
+    """Return the names of the layers that ``skip`` selects in the given model: other names are of unpacked layers."""
+    found: set[str] = set()
+    for entry in skip:
+        with suppress(ValueError):  # it selects no layer
+            found |= skipped(model, entry)
+    return sorted(found)
 
 
 def _with_siblings(job: ShrinkJob, canonical: nn.Module, skip: Skip) -> nn.Module:

@@ -247,6 +247,11 @@ def shrink(
     if (images is None) == (text is None):
         raise typer.BadParameter("expected either --images or --text")
 
+    mean_of, std_of = parse_numbers(mean), parse_numbers(std)
+    if len(mean_of) not in (1, 3) or len(std_of) != len(mean_of) or min(std_of) <= 0:
+        wanted = "one number each for grey images, three for colours, --std above 0"
+        raise typer.BadParameter(f"expected as --mean and --std {wanted}; got {mean} and {std}")
+
     used, at_a_time = (512, 32) if text is None else (64, max(1, 2048 // length))
     used, at_a_time = samples or used, batch_size or at_a_time
 
@@ -254,7 +259,7 @@ def shrink(
         if text is not None:
             return read_text(text, network, length, used, at_a_time)
         assert images is not None
-        options = ImageOptions(image_size, parse_numbers(mean), parse_numbers(std))
+        options = ImageOptions(image_size, mean_of, std_of)
         return read_images(images, options, used, at_a_time, seed)
 
     console = messages()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import json
-import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,10 +16,11 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import cpnorm
+from cpnorm.lab.cli.shrink_quality import AGREEMENT, quality_of, run_on, scores_of
 from cpnorm.lab.cli.shrink_steps import Steps
 from cpnorm.lab.cli.user_models import UserData, load_network
 from cpnorm.lab.training.runs import write_atomically
-from cpnorm.lab.training.users_code import users_code
+from cpnorm.lab.training.users_code import UsersCodeError, users_code
 
 EXAMPLES = 8
 CURVE = (2.0, 1.41, 0.71, 0.5)  # budgets of the curve, in multiples of the one asked for
@@ -68,9 +68,12 @@ def parse_share(text: str) -> float:
     (0.1, 0.1, 200000.0)
     """
     try:
-        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        amount = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         raise ValueError(f"expected a budget such as 10%, 0.1 or 200000, got {text!r}") from None
+    if text.endswith("%") and not 0 <= amount < 1:
+        raise ValueError(f"expected a budget of less than 100%, got {text!r}")
+    return amount
 
 
 def run_shrink(
@@ -90,26 +93,26 @@ def run_shrink(
     silent: bool,
 ) -> Outcome:
     """Load, shrink, measure, and write everything into the folder ``out``."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out: expected a folder, {out} is a file")
     model = load_network(network, weights, device)
     found = data()
-    inputs = _inputs(found.calibration[0])
-    two = {key: x[:2] for key, x in inputs.items()} if isinstance(inputs, dict) else inputs[:2]
-    with users_code(f"{network} on a batch of the data"), torch.no_grad():
-        model(**_moved(model, two)) if isinstance(two, dict) else model(_moved(model, two))
     stored = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     model = model.float() if stored.itemsize < 4 else model
+    two = _first_two(found)
+    _try(network, model, two)
     with Steps(console, silent) as tell:
         tell.say(found.amount)
         shrinker = cpnorm.Shrinker(
             model, found.calibration, samples=samples, skip=skip, together=together, progress=tell
         )
         small = shrinker.shrink(distill=distill, **budget)
-        name, measure = _quality(found, tell)
+        name, measure = quality_of(model, found, tell)
         outcome = Outcome(small, name, measure(model, model), measure(small.model, model), [], [])
         outcome.curve = _curve(shrinker, small, distill, outcome, measure, tell) if curve else []
         del shrinker  # and what was measured, which takes more memory than the network
         tell("examples", 0, 1)
-        outcome.examples = _examples(model, small.model, found)
+        outcome.examples = [] if name == AGREEMENT and found.kind == "text" else _examples(model, small.model, found)
         out.mkdir(parents=True, exist_ok=True)
         outcome.files = _export(small, two, out, stored, tell)
     from cpnorm.lab.cli.shrink_page import document
@@ -121,56 +124,26 @@ def run_shrink(
     return outcome
 
 
-# --- measuring on what was held out -------------------------------------------------------------------------------
+def _first_two(data: UserData) -> Any:
+    inputs = data.calibration[0]
+    return {key: x[:2] for key, x in inputs.items()} if isinstance(inputs, dict) else inputs[0][:2]
 
 
-def _inputs(batch: Any) -> Any:
-    return batch if isinstance(batch, dict) else batch[0]
+def _try(network: str, model: nn.Module, inputs: Any) -> None:
+    """Run the network on a few samples, so that what does not fit is told at once."""
+    named = inputs if isinstance(inputs, dict) else {"inputs": inputs}
+    given = ", ".join(f"{name} of shape {tuple(x.shape)}" for name, x in named.items())
+    try:
+        with users_code(f"{network} on a batch of the data"):
+            run_on(model, inputs)
+    except UsersCodeError:
+        raise
+    except Exception as error:  # of a library's code
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"{network} fails on a batch of the data, {given}: {reason[:300]}") from error
 
 
-def _moved(model: nn.Module, value: Any) -> Any:
-    device = next(model.parameters()).device
-    if isinstance(value, dict):
-        return {key: x.to(device) for key, x in value.items()}
-    return value.to(device)
-
-
-def _scores(model: nn.Module, inputs: Any) -> Tensor:
-    with torch.no_grad():
-        outputs = model(**_moved(model, inputs)) if isinstance(inputs, dict) else model(_moved(model, inputs))
-    scores = getattr(outputs, "logits", outputs)
-    scores = next(iter(scores.values())) if isinstance(scores, dict) else scores
-    return scores[0] if isinstance(scores, tuple | list) else scores
-
-
-def _quality(data: UserData, tell: Steps) -> tuple[str, Callable[[nn.Module, nn.Module], float]]:
-    """Return what is measured on the held-out data, and how: perplexity, accuracy or agreement with old answers."""
-    if data.kind == "text":
-
-        def perplexity(model: nn.Module, _: nn.Module) -> float:
-            total, count = 0.0, 0
-            for number, batch in enumerate(data.held_out):
-                tell("perplexity on held-out text", number, len(data.held_out))
-                logits, tokens = _scores(model, batch), batch["input_ids"]
-                wanted = tokens[:, 1:].flatten().to(logits.device)
-                guesses = logits[:, :-1].flatten(0, 1).float()
-                total += nn.functional.cross_entropy(guesses, wanted, reduction="sum").item()
-                count += wanted.numel()
-            return math.exp(min(total / count, 700))
-
-        return "perplexity", perplexity
-    labelled = all(labels is not None for _, labels in data.held_out)
-
-    def right(model: nn.Module, reference: nn.Module) -> float:
-        same = count = 0
-        for number, (x, labels) in enumerate(data.held_out):
-            tell("answers on held-out images", number, len(data.held_out))
-            answers = _scores(model, x).argmax(1).cpu()
-            wanted = labels if labelled else _scores(reference, x).argmax(1).cpu()
-            same, count = same + int((answers == wanted).sum()), count + len(answers)
-        return same / count
-
-    return ("accuracy" if labelled else "the same answer as before"), right
+# --- other budgets, and examples ---------------------------------------------------------------------------------
 
 
 def _curve(
@@ -212,7 +185,7 @@ def _examples(model: nn.Module, small: nn.Module, data: UserData) -> list[dict[s
         return found
     found, start = [], 0
     for x, labels in data.held_out:
-        answers = {name: _scores(each, x).softmax(1).cpu() for name, each in (("before", model), ("after", small))}
+        answers = {name: scores_of(each, x).softmax(1).cpu() for name, each in (("before", model), ("after", small))}
         for n in range(len(x)):
             picture = data.pictures[start + n]
             row: dict[str, Any] = {"picture": picture, "image": picture.name}
@@ -263,6 +236,8 @@ def _export(small: cpnorm.Shrunk, inputs: Any, out: Path, stored: torch.dtype, t
             write(out / name)
             files[name] = _size(out / name)
         except Exception as error:  # exporters fail in every way there is; the other files are still good
+            while error.__cause__ is not None:  # of nested errors the first says what does not work
+                error = error.__cause__  # type: ignore[assignment]
             (reason, *_) = str(error).strip().splitlines() or [""]
             files[name] = f"not written: {type(error).__name__}: {reason[:200]}"
     return files

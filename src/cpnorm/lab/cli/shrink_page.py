@@ -95,7 +95,7 @@ def _layers(report: cpnorm.ShrinkReport) -> Grid:
 def _examples(examples: list[dict[str, Any]]) -> list[Block]:
     """Return held-out samples with the answers before and after: pictures with captions, or texts in a table."""
     if not examples:
-        return [Text("There are no held-out samples.")]
+        return [Text("There are none for a network that does not predict the next word of a text.")]
     if "prompt" in examples[0]:
         columns = [Column(name, words=True) for name in ("", "text", "goes on before", "goes on after")]
         rows = [

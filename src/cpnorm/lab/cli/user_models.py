@@ -24,6 +24,7 @@ WRAPPERS = ("state_dict", "model", "model_state_dict")  # keys under which check
 
 def load_network(source: str, weights: Path | None, device: str | None) -> nn.Module:
     """Return the network of ``package.module:function`` or ``hf:FOLDER``, with these weights, in evaluation mode."""
+    chosen = _usable(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if source.startswith(HUB):
         model = _from_transformers(Path(source[len(HUB) :]))
     elif ":" in source.strip(":"):
@@ -32,7 +33,15 @@ def load_network(source: str, weights: Path | None, device: str | None) -> nn.Mo
         raise ValueError(f"expected package.module:function or {HUB}FOLDER as network, got {source!r}")
     if weights is not None:
         _load_weights(model, weights)
-    return model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return model.eval().to(chosen)
+
+
+def _usable(device: str) -> torch.device:
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device: torch {torch.__version__} cannot use {device!r} on this machine") from error
+    return torch.device(device)
 
 
 def _from_transformers(folder: Path) -> nn.Module:
@@ -56,7 +65,13 @@ def _load_weights(model: nn.Module, path: Path) -> None:
     if path.suffix == ".safetensors":
         cpnorm.load(path, model)
         return
-    state: Any = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        state: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises an error of its choice for a file of something else
+        raise ValueError(
+            f"{path}: expected a safetensors file, or what torch.save(model.state_dict(), ...) writes; it is neither, "
+            "or holds more than tensors, such as a whole model"
+        ) from error
     for key in WRAPPERS:
         state = state[key] if isinstance(state, dict) and isinstance(state.get(key), dict) else state
     if not isinstance(state, dict):
@@ -67,6 +82,10 @@ def _load_weights(model: nn.Module, path: Path) -> None:
         words = [f"{len(keys)} {what}, such as {min(keys)}" for what, keys in
                  (("missing", missing), ("unknown", unexpected)) if keys]  # fmt: skip
         raise ValueError(f"{path} does not fit the network: keys are {' and '.join(words)}")
+    for key, value in model.state_dict().items():
+        stored, wanted = (tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in (state[key], value))
+        if stored != wanted:
+            raise ValueError(f"{path} does not fit: {key} is {stored} in the file and {wanted} in the model")
     model.load_state_dict(state)
 
 
@@ -126,8 +145,11 @@ def read_images(source: Path, options: ImageOptions, samples: int, batch: int, s
         return [_labelled([found[n] for n in part], options) for part in parts]
 
     pictures = tuple(found[n][0] for n in rest)
-    amount = f"{len(chosen):,} of {len(found):,} images to calibrate with, {len(rest):,} others to measure on"
-    return UserData(batches(chosen), batches(rest), "images", names, pictures=pictures, amount=f"{amount} (--samples)")
+    amount = (
+        f"{len(chosen):,} of {len(found):,} images to calibrate with, {len(rest):,} others to measure on (--samples), "
+        f"in {options.size}×{options.size} pixels (--image-size)"
+    )
+    return UserData(batches(chosen), batches(rest), "images", names, pictures=pictures, amount=amount)
 
 
 def _labelled(found: Sequence[tuple[Path, int | None]], options: ImageOptions) -> tuple[Tensor, Tensor | None]:
@@ -177,7 +199,11 @@ def read_text(file: Path, source: str, length: int, samples: int, batch: int) ->
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder}: expected the tokenizer's files, too, as save_pretrained writes them") from error
-    tokens = tokenizer(file.read_text(encoding="utf-8"), verbose=False, add_special_tokens=False)["input_ids"]
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: expected a plain text file in UTF-8 ({error})") from error
+    tokens = tokenizer(text, verbose=False, add_special_tokens=False)["input_ids"]
     windows = torch.tensor(tokens[: len(tokens) // length * length]).reshape(-1, length)
     if len(windows) < 2:
         raise ValueError(f"{file}: expected at least {2 * length} tokens, got {len(tokens)}: try --length")

@@ -16,7 +16,7 @@ from cpnorm.lab.training import networks
 from cpnorm.lab.training.config import MODELS
 from cpnorm.lab.training.networks import scaled
 from cpnorm.lab.training.small_networks import SmallResNet
-from cpnorm.lab.training.users_code import build_network
+from cpnorm.lab.training.users_code import build_network, check_outputs
 
 
 def lenet(channels: int = 1, classes: int = 10, image_size: int = 28, width: float = 1.0) -> nn.Sequential:
@@ -121,7 +121,9 @@ def build(
     if ":" not in name:
         raise ValueError(f"expected a model among {', '.join(MODELS)} or module:function, got {name!r}")
     given = {"channels": channels, "classes": classes, "image_size": image_size, "width": width}
-    return build_network(name, given, design or {})
+    network = build_network(name, given, design or {})
+    check_outputs(name, network, (channels, image_size, image_size), classes)
+    return network
 
 
 def _at_least(smallest: int, image_size: int) -> int:

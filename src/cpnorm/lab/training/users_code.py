@@ -8,12 +8,13 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import cpnorm
 
@@ -48,12 +49,31 @@ def build_network(source: str, given: Mapping[str, Any], further: Mapping[str, A
         return build
     if not callable(build):
         raise ValueError(f"expected {source} to be a function that returns a network, got {type(build).__name__}")
-    wanted = {name: given[name] for name in inspect.signature(build).parameters if name in given}
+    signature = inspect.signature(build)
+    wanted = {name: given[name] for name in signature.parameters if name in given}
+    try:
+        signature.bind(**wanted, **further)
+    except TypeError as error:
+        raise ValueError(f"{source} cannot be called: {error}; give a function that needs no other arguments") from None
     with users_code(f"{source}()"):
         network = build(**wanted, **further)
     if not isinstance(network, nn.Module):
         raise ValueError(f"expected {source} to return a torch.nn.Module, got {type(network).__name__}")
     return network
+
+
+def check_outputs(source: str, network: nn.Module, shape: Sequence[int], classes: int) -> None:
+    """Raise unless the network takes images of this shape and returns scores of at least so many classes."""
+    images = torch.zeros(2, *shape)
+    place = f"{source} on images of shape {tuple(images.shape)}"
+    training = {module: module.training for module in network.modules()}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), users_code(place):
+        scores = network.eval()(images)
+    for module, flag in training.items():
+        module.training = flag
+    if not isinstance(scores, Tensor) or scores.ndim != 2 or scores.shape[1] < classes:
+        got = tuple(scores.shape) if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
+        raise ValueError(f"{place}: expected scores of shape (2, {classes}), one for each class, got {got}")
 
 
 def _imported(source: str) -> Any:
