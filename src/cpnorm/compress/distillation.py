@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -81,21 +82,24 @@ def distill(
     scales = [group["lr"] for group in optimizer.param_groups]
     places = dict(teacher.named_modules(remove_duplicate=False))
     pairs = [(layer, places[name]) for name, layer in named.items() if layers and isinstance(places.get(name), LAYERS)]
-    found, wanted = _Outputs(layer for layer, _ in pairs), _Outputs(layer for _, layer in pairs)
     pieces = _pieces(data, samples, torch.Generator().manual_seed(seed))
-    modes = evaluating(model), evaluating(teacher), without_attention_fast_path()
-    with modes[0], modes[1], modes[2], renormalize_after(optimizer, model), found, wanted:
+    with (
+        evaluating(model),
+        evaluating(teacher),
+        without_attention_fast_path(),
+        renormalize_after(optimizer, model),
+        _LayerOutputs(pairs) as inside,
+    ):
         for step in range(steps):
             if progress:
                 progress("distilling", step, steps)
             inputs = next(pieces)
             with torch.no_grad():
-                goals, theirs = tensors_of(run(teacher, inputs)), wanted.taken()
-            outputs, ours = tensors_of(run(model, inputs)), found.taken()
-            loss = _relative_error(zip(outputs, goals, strict=True))
+                goals = tensors_of(run(teacher, inputs))
+            loss = _relative_error(zip(tensors_of(run(model, inputs)), goals, strict=True))
             lr = min(LARGEST_RATE, RATE_PER_ERROR * loss.item()) if lr is None else lr
-            if both := [key for key in ours if key in theirs and ours[key].shape == theirs[key].shape]:
-                loss = loss + _relative_error((ours[key], theirs[key]) for key in both)
+            if compared := inside.taken():
+                loss = loss + _relative_error(compared)
             if not math.isfinite(loss.item()):
                 raise FloatingPointError(f"the loss was {loss.item()} at step {step + 1}: use an lr below {lr:g}")
             optimizer.zero_grad()
@@ -109,25 +113,27 @@ def distill(
     return model
 
 
-class _Outputs:
-    """Collects the outputs of layers while it is entered, by the number of the layer and of its call."""
+class _LayerOutputs:
+    """Collects the outputs of layers of the model and the teacher, pair by pair, while it is entered."""
 
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        self.numbers = {layer: number for number, layer in enumerate(layers)}
-        self.found: dict[tuple[int, int], Tensor] = {}
-        self._hooks = hooked(self.numbers, self._keep)
+    def __init__(self, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+        self._places = {layer: (number, side) for number, pair in enumerate(pairs) for side, layer in enumerate(pair)}
+        self._found: dict[int, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+        self._hooks = hooked(self._places, self._keep)
 
     def _keep(self, layer: nn.Module, args: Any, kwargs: Any, y: Tensor) -> None:
-        calls = sum(number == self.numbers[layer] for number, _ in self.found)
-        self.found[self.numbers[layer], calls] = y
+        number, side = self._places[layer]
+        self._found[number][side].append(y)
 
-    def taken(self) -> dict[tuple[int, int], Tensor]:
-        """Return the outputs since the last call."""
-        found, self.found = self.found, {}
-        return found
+    def taken(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the outputs since the last call that belong together."""
+        calls = [pair for both in self._found.values() for pair in zip(*both, strict=False)]
+        self._found.clear()
+        return [(y, goal) for y, goal in calls if y.shape == goal.shape]
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _LayerOutputs:
         self._hooks.__enter__()
+        return self
 
     def __exit__(self, *error: Any) -> None:
         self._hooks.__exit__(*error)
