@@ -210,7 +210,7 @@ def section(found: Mapping[str, Any]) -> str:
 def sections() -> str:
     """Return the tables of all records, the first run's first."""
     found = [json.loads(path.read_text()) for path in timing.RESULTS.glob("runtimes_*.json")]
-    return "\n\n".join(section(each) for each in sorted(found, key=lambda each: each["date"]))
+    return "\n\n".join(section(each) for each in sorted(found, key=lambda each: (each["date"], each["command"])))
 
 
 def write_record(args: argparse.Namespace) -> None:

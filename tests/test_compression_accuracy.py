@@ -158,8 +158,10 @@ def test_of_two_records_of_one_measurement_the_later_counts(tmp_path: Path) -> N
         [{**record, "machine": {"gpu": None, "cpu": "abacus"}, "commit": "abc"} for record in records],
         "f.png",
     )
-    assert page.startswith("a\n<!-- figures -->\n**n, d**: abacus, commit abc\n\n| network |")
-    assert page.endswith("](f.png)\n<!-- /figures -->\nb\n")
+    before, _, rest = page.partition("](f.png)\n\n")
+    assert before.startswith("a\n<!-- figures -->\n![")
+    assert rest.startswith("**n, d**: abacus, commit abc\n\n| network |")
+    assert rest.endswith(" |\n<!-- /figures -->\nb\n")
 
 
 def test_a_network_without_cuts_is_not_drawn(tmp_path: Path) -> None:
