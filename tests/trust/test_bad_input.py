@@ -409,6 +409,18 @@ BAD: dict[str, list[Bad]] = {
         Bad(lambda m: cpnorm.Shrinker(m, batches()).shrink(), "expected exactly one", plain),
         Bad(lambda m: cpnorm.Shrinker(m, batches()).shrink(parameters=NAN), "expected", plain),
     ],
+    "distill": [
+        *no_model(lambda model: cpnorm.distill(model, plain(), batches())),
+        *no_model(lambda model: cpnorm.distill(canonical(), model, batches())),
+        Bad(lambda m: cpnorm.distill(m, plain(), 5), "data: expected a DataLoader, tensors or batches"),
+        Bad(lambda m: cpnorm.distill(m, plain(), []), "data: expected batches that can be read again"),
+        Bad(lambda m: cpnorm.distill(m, plain(), batches(channels=4)), "to have 3 channels"),
+        *each(
+            lambda m, value: cpnorm.distill(m, plain(), batches(), steps=value), dict.fromkeys((0, 1.5, NAN), "steps")
+        ),
+        *each(lambda m, value: cpnorm.distill(m, plain(), batches(), lr=value), dict.fromkeys((0, -1.0, NAN), "lr: ")),
+        Bad(lambda m: cpnorm.distill(m, plain(), batches()), "no canonical layer", plain),
+    ],
     "calibrate": [
         *no_model(lambda model: cpnorm.calibrate(model, batches())),
         Bad(lambda m: cpnorm.calibrate(m, 5), "data: expected a DataLoader, tensors or batches"),

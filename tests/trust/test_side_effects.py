@@ -109,6 +109,7 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "forward": lambda _: canonical(4)(image()).sum().backward(),
     "shrink": lambda _: cpnorm.shrink(network(), batches(), parameters=0.5),
     "Shrinker": lambda _: cpnorm.Shrinker(network(), batches()).shrink(parameters=0.5),
+    "distill": lambda _: cpnorm.distill(canonical(4), network(), batches(), steps=2),
     "calibrate": lambda _: cpnorm.truncate(canonical(), params=600, data=cpnorm.calibrate(canonical(), batches())),
     "CPTensor": lambda _: cpnorm.CPTensor.from_terms(torch.ones(2), [torch.ones(3, 2)] * 2).normalize().to_dense(),
     "canonical_layers": lambda _: cpnorm.canonical_layers(canonical()),
