@@ -280,6 +280,19 @@ def test_a_file_in_place_of_the_folder_is_told_at_once(folder: Path, capsys: pyt
     assert "--out: expected a folder, small is a file" in capsys.readouterr().err
 
 
+def test_distillation_lowers_the_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pytorchcv")
+    save_file(trained(folder).state_dict(), folder / "w.safetensors")
+    words = ["shrink", "mine_to_shrink:build", "--weights", "w.safetensors", "--images", "digits", *GREY, "--no-curve"]
+    errors = []
+    for steps in ("0", "60"):
+        assert main.main([*words, "--parameters", "30%", "--out", "small", "--distill", steps, "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)["report"]
+        errors.append(report["output_error"])
+    assert errors[1] < 0.9 * errors[0]
+    assert "trained for 60 steps towards the given network's outputs" in report["steps"]
+
+
 def test_a_list_of_images(folder: Path) -> None:
     paths = sorted(path.relative_to(folder) for path in folder.rglob("*.png"))
     options = ImageOptions(8, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
