@@ -123,7 +123,7 @@ def test_samples_are_used_once_in_each_pass() -> None:
     small, x = cut(dense), images(10)
     x[:, 0, 0, 0] = torch.arange(10.0)
     hook = dense.register_forward_pre_hook(lambda module, args: seen.append(args[0][:, 0, 0, 0]))
-    cpnorm.distill(small, dense, [x[:7], x[7:]], steps=8, samples=4)
+    cpnorm.distill(small, dense, [x[:7], x[7:]], steps=8, batch_size=4)
     hook.remove()
     assert [len(part) for part in seen] == [4, 3, 3] * 2 + [4, 3]
     assert torch.cat(seen[:3]).sort().values.tolist() == list(range(10))
@@ -132,7 +132,7 @@ def test_samples_are_used_once_in_each_pass() -> None:
 
 def test_the_same_seed_gives_the_same_model() -> None:
     dense = network()
-    found = [cpnorm.distill(cut(dense), dense, images(256), steps=5, samples=16, seed=s) for s in (0, 0, 1)]
+    found = [cpnorm.distill(cut(dense), dense, images(256), steps=5, batch_size=16, seed=s) for s in (0, 0, 1)]
     same, other = (torch.equal(found[0][0].lambdas, each[0].lambdas) for each in found[1:])
     assert same
     assert not other
@@ -176,7 +176,7 @@ def test_padded_positions_of_a_transformer() -> None:
         )
 
     first = distance()
-    cpnorm.distill(small, dense, data, steps=40, samples=16)
+    cpnorm.distill(small, dense, data, steps=40, batch_size=16)
     assert distance() < first
 
 
@@ -217,7 +217,7 @@ def once() -> Iterator[Tensor]:
     ("arguments", "message"),
     [
         ({"steps": 0}, "steps"),
-        ({"samples": 0}, "samples"),
+        ({"batch_size": 0}, "batch_size"),
         ({"lr": 0.0}, "lr: expected a learning rate > 0, got 0.0"),
         ({"data": once(), "steps": 3}, "data: expected batches that can be read again, got none"),
         ({"data": []}, "data: expected batches that can be read again, got none"),

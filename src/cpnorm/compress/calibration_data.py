@@ -71,7 +71,8 @@ def _first(batch: Batch, size: int, count: int) -> Batch:
     leaves = [x for x in pytree.tree_leaves(batch[0]) if isinstance(x, Tensor) and x.ndim]
     if any(len(x) != size for x in leaves):
         return batch
-    return pytree.tree_map(lambda x: x[:count] if isinstance(x, Tensor) and x.ndim and len(x) == size else x, batch)
+    inputs, targets = samples_at(batch, torch.arange(count))
+    return inputs, targets
 
 
 def _as_batch(batch: Any) -> Batch:

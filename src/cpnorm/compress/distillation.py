@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from cpnorm._checks import check_int, check_model, is_number
-from cpnorm.compress.calibration_data import batch_size, iterate_batches, samples_at, tensors_of
+from cpnorm.compress.calibration_data import batch_size as size_of
+from cpnorm.compress.calibration_data import iterate_batches, samples_at, tensors_of
 from cpnorm.nn.convert import canonical_layers
 from cpnorm.nn.planner import LAYERS
 from cpnorm.nn.running import evaluating, hooked, run, without_attention_fast_path
@@ -33,7 +34,7 @@ def distill(
     *,
     steps: int = 300,
     lr: float | None = None,
-    samples: int = 64,
+    batch_size: int = 64,
     layers: bool = True,
     seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None,
@@ -52,7 +53,7 @@ def distill(
         steps: how many steps to take; the data are read as often as that needs.
         lr: the largest learning rate. By default it is proportional to the relative squared error of the outputs in
             the first step, since the noise of large steps would undo a good fit.
-        samples: the largest number of samples of a step; larger batches are split at random.
+        batch_size: the largest number of samples of a step; larger batches are split at random.
         layers: also compare the outputs of canonical layers with those of the teacher's layers of the same names.
         seed: of the order in which the samples of a batch are used.
         progress: called with (name of the step, steps done, steps in total).
@@ -72,7 +73,7 @@ def distill(
     """
     check_model(model)
     check_model(teacher)
-    steps, samples = check_int("steps", steps), check_int("samples", samples)
+    steps, batch_size = check_int("steps", steps), check_int("batch_size", batch_size)
     if lr is not None and not (is_number(lr) and lr > 0):
         raise ValueError(f"lr: expected a learning rate > 0, got {lr!r}")
     named = canonical_layers(model)
@@ -82,7 +83,7 @@ def distill(
     scales = [group["lr"] for group in optimizer.param_groups]
     places = dict(teacher.named_modules(remove_duplicate=False))
     pairs = [(layer, places[name]) for name, layer in named.items() if layers and isinstance(places.get(name), LAYERS)]
-    pieces = _pieces(data, samples, torch.Generator().manual_seed(seed))
+    pieces = _pieces(data, batch_size, torch.Generator().manual_seed(seed))
     with (
         evaluating(model),
         evaluating(teacher),
@@ -150,12 +151,12 @@ def _relative_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.stack(errors).mean()
 
 
-def _pieces(data: Any, samples: int, generator: torch.Generator) -> Iterator[Any]:
+def _pieces(data: Any, largest: int, generator: torch.Generator) -> Iterator[Any]:
     """Return inputs of at most so many samples, without end."""
     while True:
         empty = True
         for inputs, _ in iterate_batches(data):
-            for chosen in torch.randperm(batch_size(inputs), generator=generator).split(samples):
+            for chosen in torch.randperm(size_of(inputs), generator=generator).split(largest):
                 empty = False
                 yield samples_at(inputs, chosen)
         if empty:
