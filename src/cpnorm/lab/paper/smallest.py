@@ -130,7 +130,10 @@ PILOT_ROWS = (
     _trial("25k-gated", TRIAL, (32, 64, 96), (20, 29, 26), gated=True),
     _trial("25k-narrow", TRIAL, (24, 48, 64), (32, 41, 42)),
     _trial("25k-wide", TRIAL, (48, 96, 160), (16, 20, 15)),
+    _trial("25k-rounds-slow", RATE_TRIAL, *ROUNDS, rounds=[1, 2, 2]),
     _trial("25k-rounds-fast", RATE_TRIAL, *ROUNDS, rounds=[1, 2, 2], changes={"lr": 0.01}),
+    _trial("25k-rounds-faster", RATE_TRIAL, *ROUNDS, rounds=[1, 2, 2], changes={"lr": 0.02}),
+    _trial("25k-rounds-small-batch", RATE_TRIAL, *ROUNDS, rounds=[1, 2, 2], changes={"lr": 0.01, "batch_size": 200}),
     _trial("25k-more-rounds", RATE_TRIAL, *ROUNDS, rounds=[2, 3, 3], changes={"lr": 0.01}),
     # the paper's network: long modes of linear layers whole or split, learning rate, and augmentation
     _paper_trial("70k-even", ALEXNET_TRIAL, *EVEN_70K, split_modes=0),
