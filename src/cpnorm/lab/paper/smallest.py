@@ -133,6 +133,8 @@ PILOT_ROWS = (
     _trial("25k-rounds-slow", RATE_TRIAL, *ROUNDS, rounds=[1, 2, 2]),
     _trial("25k-rounds-fast", RATE_TRIAL, *ROUNDS, rounds=[1, 2, 2], changes={"lr": 0.01}),
     _trial("25k-rounds-faster", RATE_TRIAL, *ROUNDS, rounds=[1, 2, 2], changes={"lr": 0.02}),
+    _trial("25k-rounds-fastest", RATE_TRIAL, *ROUNDS, rounds=[1, 2, 2], changes={"lr": 0.04}),
+    _trial("25k-rounds-angles", RATE_TRIAL, *ROUNDS, rounds=[1, 2, 2], changes={"lr": 0.02, "equal_angles": True}),
     _trial("25k-rounds-small-batch", RATE_TRIAL, *ROUNDS, rounds=[1, 2, 2], changes={"lr": 0.01, "batch_size": 200}),
     _trial("25k-more-rounds", RATE_TRIAL, *ROUNDS, rounds=[2, 3, 3], changes={"lr": 0.01}),
     # the paper's network: long modes of linear layers whole or split, learning rate, and augmentation
