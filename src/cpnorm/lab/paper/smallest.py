@@ -77,7 +77,7 @@ def _pair(key: str) -> tuple[str, str]:
 
 
 MNIST = CANONICAL.replace(data="mnist", augment="affine", batch_size=500, lr=0.02, warmup=2, epochs=40)
-CIFAR10 = CANONICAL.replace(data="cifar10", batch_size=500, lr=0.005, warmup=2, epochs=60)
+CIFAR10 = CANONICAL.replace(data="cifar10", batch_size=500, lr=0.02, warmup=2, epochs=100)
 LENET = MNIST.replace(model="lenet", lambdas="normal", modes=True, lr=0.01)
 ALEXNET = CIFAR10.replace(
     model="alexnet",
@@ -94,7 +94,7 @@ ALEXNET_LONG = ALEXNET.replace(epochs=150)
 
 # --- choices, on held-out training images ---------------------------------------------------------------------------
 
-TRIAL = CIFAR10.replace(epochs=15, validation=HELD_OUT)
+TRIAL = CIFAR10.replace(lr=0.005, epochs=15, validation=HELD_OUT)
 RATE_TRIAL = TRIAL.replace(epochs=12)
 ALEXNET_TRIAL = ALEXNET_LONG.replace(validation=HELD_OUT)  # whole runs: short ones favour less regularisation
 MNIST_TRIAL = MNIST.replace(lr=0.01, epochs=20, validation=HELD_OUT)
