@@ -244,7 +244,12 @@ class Run:
                 images, labels = data.train_images[:count], data.train_labels[:count]
                 data = dataclasses.replace(data, train_images=images, train_labels=labels)
             history = finetune(
-                twin, data, recipe, teacher=self.teacher or self.network, test_every=self.args.test_every
+                twin,
+                data,
+                recipe,
+                teacher=self.teacher or self.network,
+                test_every=self.args.test_every,
+                on_epoch=lambda line: print(json.dumps(line), flush=True),
             )
             seconds = time.perf_counter() - started
             self._write(
