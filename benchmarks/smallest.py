@@ -177,7 +177,7 @@ def goal_table(runs: Mapping[str, Sequence[Record]], measured: Mapping[str, Any]
         reached, count = "no finished run", "–"
         if here:
             met = mean(here) >= goal.accuracy and here[0]["parameters"] <= goal.parameters
-            verdict = "too few runs" if len(here) < RUNS else "**met**" if met else "not met"
+            verdict = "not met" if not met else "too few runs" if len(here) < RUNS else "**met**"
             reached, count = f"{spread(here)}: {verdict}", f"{here[0]['parameters']:,}"
         narrow = measured.get("networks", {}).get(folder_name(goal.control), {})
         dense = f"{spread(control)} at {control[0]['parameters']:,}" if control else "no finished run"
