@@ -84,15 +84,13 @@ def _any_network(path: Path, device: str) -> list[str]:
         ("evaluate_of_plain", "Time of evaluation, in that of the plain network"),
         ("own_memory", "Memory of a step with parameters and optimizer state, MB"),
     ):
-        rows: dict[tuple[str, bool], dict[str, Any]] = {}
+        rows: dict[tuple[str, str], dict[str, Any]] = {}
         for record in (record for record in records if key in record):
+            mode = _mode(record)
+            if key == "own_memory" and mode == "reduce-overhead":
+                continue  # a CUDA graph holds its memory all the time, and takes none during a step
             row = rows.setdefault(
-                (record["network"], record["compiled"]),
-                {
-                    "network": record["network"],
-                    "batch": record["batch"],
-                    "mode": "compiled" if record["compiled"] else "eager",
-                },
+                (record["network"], mode), {"network": record["network"], "batch": record["batch"], "mode": mode}
             )
             if key == "train_of_plain" and record["variant"] == "plain":
                 row["plain, ms"] = record["train_ms"]
@@ -107,8 +105,18 @@ def _any_network(path: Path, device: str) -> list[str]:
 
 def _again(records: list[dict[str, Any]], record: dict[str, Any], key: str) -> list[float]:
     """Return all measurements of what a record measured, at its commit."""
-    same = ("network", "compiled", "variant", "commit")
-    return [other[key] for other in records if key in other and all(other[name] == record[name] for name in same)]
+    same = ("network", "variant", "commit")
+    return [
+        other[key]
+        for other in records
+        if key in other and _mode(other) == _mode(record) and all(other[name] == record[name] for name in same)
+    ]
+
+
+def _mode(record: Mapping[str, Any]) -> str:
+    """Return how a training loop ran: "eager", "compiled", or a mode of torch.compile by its name."""
+    mode = record.get("mode", "default")
+    return "eager" if not record["compiled"] else "compiled" if mode == "default" else str(mode)
 
 
 def _range(values: list[float]) -> float | str:
@@ -118,19 +126,17 @@ def _range(values: list[float]) -> float | str:
 
 
 def _commits(records: list[dict[str, Any]]) -> str:
-    """Return the commit of the last record, and those of cells that were measured at others only.
-
-    Later records replace earlier ones of the same network and variant.
-    """
-    cells = {(r["network"], r["compiled"], r["variant"]): r["commit"][:7] for r in records}
-    last = records[-1]["commit"][:7]
-    networks = {(network, compiled) for (network, compiled, _), commit in cells.items() if commit == last}
-    others: dict[str, set[str]] = {}
-    for (network, compiled, variant), commit in cells.items():
-        if commit != last:
-            name = variant if (network, compiled) in networks else network + ", compiled" * compiled
-            others.setdefault(commit, set()).add(name)
-    return f"commit {last}" + "".join(f"; {', '.join(sorted(names))}: {commit}" for commit, names in others.items())
+    """Return the commits at which each row was measured; later records replace earlier ones of the same cell."""
+    cells = {(r["network"], _mode(r), r["variant"]): r["commit"][:7] for r in records}
+    of_row: dict[str, list[str]] = {}
+    for (network, mode, _), commit in cells.items():
+        commits = of_row.setdefault(network if mode == "eager" else f"{network} ({mode})", [])
+        if commit not in commits:
+            commits.append(commit)
+    by_commits: dict[str, list[str]] = {}
+    for row, commits in of_row.items():
+        by_commits.setdefault(", ".join(commits), []).append(row)
+    return "; ".join(f"commit {commits}: {', '.join(rows)}" for commits, rows in by_commits.items())
 
 
 def _in_order(results: Path) -> Iterable[Path]:
