@@ -102,8 +102,11 @@ def demo(
     as_json: Json = False,
 ) -> int:
     """Show the whole workflow on embedded digits in two minutes: train, truncate, fine-tune, compare, draw."""
+    import torch
+
     from cpnorm.lab.cli.demo import run_demo
 
+    torch.set_num_threads(1)  # more gain little on such small networks, and wait for each other on a busy machine
     story = run_demo(out, seed, messages(), silent=as_json)
     if story is None:
         return STOPPED
