@@ -117,9 +117,10 @@ class OutputsEliminated(Point):
         normal = normal + (ridge + RIDGE * size) * torch.eye(len(normal[0]), dtype=normal.dtype, device=normal.device)
         left = torch.linalg.solve(normal, (problem.weight @ image).double().mT).mT.to(right)
         self.factors = [left.flatten(0, 1), *self.free]
-        self.left_gram = left.mT @ (problem.outputs @ left)
+        measured = problem.outputs @ left
+        self.left_gram = left.mT @ measured
         missing = problem.weight - left @ right.mT
-        weighted = problem.outputs @ missing @ problem.inputs
+        weighted = problem.projected - measured @ image.mT  # G (W - V) S, without another product with S
         penalty = self.left_gram.diagonal(dim1=-2, dim2=-1).sum() + _dot(self.free, self.free)
         error = (weighted * missing).sum(dtype=torch.float64)
         self.objective = (error + ridge * penalty).item()
@@ -138,9 +139,10 @@ class AllModes(Point):
         super().__init__(problem, factors, ridge)
         outs, ins = factors[: problem.output_modes], factors[problem.output_modes :]
         left, right = problem.left(factors), problem.right(factors)
-        self.left_gram, self.right_gram = left.mT @ (problem.outputs @ left), right.mT @ (problem.inputs @ right)
+        measured, image = problem.outputs @ left, problem.inputs @ right
+        self.left_gram, self.right_gram = left.mT @ measured, right.mT @ image
         missing = problem.weight - left @ right.mT
-        weighted = problem.outputs @ missing @ problem.inputs
+        weighted = problem.projected - measured @ image.mT
         error = (weighted * missing).sum(dtype=torch.float64)
         self.objective = (error + ridge * _dot(factors, factors)).item()
         sides = (-(weighted @ right).flatten(0, 1), outs), (-(weighted.mT @ left).sum(0), ins)
