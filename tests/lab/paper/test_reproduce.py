@@ -26,7 +26,7 @@ from cpnorm.lab.data.images import load
 from cpnorm.lab.paper import beyond, rank_tables, reproduce
 from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.paper.jobs import Job, Results, base_of, missing_jobs, networks_to_retrain
-from cpnorm.lab.paper.progress import expected_seconds
+from cpnorm.lab.paper.progress import expected_seconds, shown_accuracies
 from cpnorm.lab.paper.protocols import WORDS, Protocol
 from cpnorm.lab.paper.reproduce import Request
 from cpnorm.lab.paper.tables import Row, Table
@@ -434,3 +434,14 @@ def test_other_data_than_the_official_ones_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WrongDataError, match=r"the mnist data in .* are not the official ones"):
         run(tmp_path, protocol=wrong, options=Options(data_dir=tmp_path))
     assert not (tmp_path / "results/tiny.jsonl").exists()
+
+
+def test_the_test_accuracy_of_a_trial_is_not_shown() -> None:
+    tested = {
+        "test_accuracy_last": 83.1,
+        "test_accuracy_best": 83.5,
+        "curve": {"validation_accuracy": [80.0, 84.0, 83.0]},
+    }
+    assert shown_accuracies(tested | {"config": {"validation": 5000}}) == (83.0, 84.0, " held out")
+    for config in ({}, {"validation": 0}, {"validation": 5000, "early_stopping": 8}):  # the last one ends a run
+        assert shown_accuracies(tested | {"config": config}) == (83.1, 83.5, "")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from cpnorm.lab.paper.jobs import Job, Results, wanted_rows
 
@@ -22,17 +23,30 @@ def expected_seconds(job: Job) -> float:
     return small * (steps * step + config.epochs * tests * TEST_MS) / 1000
 
 
+def shown_accuracies(record: Mapping[str, Any]) -> tuple[float, float, str]:
+    """Return the accuracy of the last and of the best epoch, and what it is of if not of the test images.
+
+    Of a trial, which chooses settings by held-out training images, the test accuracy is not shown, lest it does.
+    """
+    config = record["config"]
+    if config.get("validation") and not config.get("early_stopping"):
+        held_out = record["curve"]["validation_accuracy"]
+        return held_out[-1], max(held_out), " held out"
+    return record["test_accuracy_last"], record["test_accuracy_best"], ""
+
+
 def row_summaries(keys: Sequence[str], results: Results) -> list[str]:
     """Return a line for each row that has runs: mean and sample sd of their last epochs beside the published ones."""
     done, texts = results.done(), []
     for row in wanted_rows(keys, results.protocol):
         runs = [line for (key, _), line in done.items() if key == (row.same_as or row.key) and not line["diverged"]]
-        values = [line["test_accuracy_last"] for line in runs]
-        if not values:
+        if not runs:
             continue
+        values, bests, (of, *_) = zip(*map(shown_accuracies, runs), strict=True)
         spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-        best = max(line["test_accuracy_best"] for line in runs)
-        text = f"{row.key}: {statistics.fmean(values):.2f}{spread} (best epoch {best:.2f}), {len(values)} runs"
+        text = (
+            f"{row.key}: {statistics.fmean(values):.2f}{spread}{of} (best epoch {max(bests):.2f}), {len(values)} runs"
+        )
         if row.published:
             sd = f" ± {row.published.sd:.2f}" if row.published.sd is not None else ""
             text += f"; published {row.published.mean:.2f}{sd}"

@@ -15,6 +15,7 @@ from cpnorm.lab.data.digests import require_official
 from cpnorm.lab.data.images import ImageSet, load
 from cpnorm.lab.paper.figure_data import collect_figure_data
 from cpnorm.lab.paper.jobs import Job, Results, base_of, missing_jobs
+from cpnorm.lab.paper.progress import shown_accuracies
 from cpnorm.lab.paper.protocols import WORDS, Protocol
 from cpnorm.lab.training.compression import identity, start
 from cpnorm.lab.training.driver import Observer, Stop, drive
@@ -191,5 +192,5 @@ def write(job: Job, record: dict[str, Any], store: Results, announce: Callable[[
         line: dict[str, Any] = {"table": row.table, "row": row.key, "seed": job.seed, "protocol": job.protocol.name}
         settings = row.truncation and row.truncation.to_json() | {"start": row.start, "networks": row.start_networks}
         store.append({**line, "parallel_runs": 1, "truncation_settings": settings, **record})
-    last, best = record["test_accuracy_last"], record["test_accuracy_best"]
-    announce(f"{job}: {last} % (best {best} %), {record['parameters']:,} parameters, {record['seconds']:.0f} s")
+    last, best, of = shown_accuracies(record)
+    announce(f"{job}: {last} %{of} (best {best} %), {record['parameters']:,} parameters, {record['seconds']:.0f} s")
