@@ -168,7 +168,9 @@ class Run:
             return
         if self._out_of_time(f"{method} at {share:g}"):
             return
-        cache = args.work / f"{args.network}-{args.data}-{args.network_seed}{self.split}-{method}-{share:g}.pt"
+        images = "" if args.calibration == compression_figure.USUAL_IMAGES else f"-{args.calibration}"
+        stem = f"{args.network}-{args.data}-{args.network_seed}{self.split}-{method}-{share:g}{images}"
+        cache = args.work / f"{stem}.pt"
         try:
             if cache.exists() and not self._missing(method, share, None):
                 model = torch.load(cache, map_location=self.device, weights_only=False)
@@ -286,18 +288,22 @@ class Run:
     # --- records ---
 
     def _missing(self, method: str, share: float, seed: int | None, label: str | None = None) -> bool:
+        wanted: dict[str, Any] = {**self._about(), "method": method, "share": share}
+        if seed is not None:
+            wanted |= {"seed": seed, "finetuning": {"label": label or self.args.label}}
+        return compression_figure.key(wanted) not in {compression_figure.key(record) for record in self.records}
+
+    def _about(self) -> dict[str, Any]:
+        """Return what all records of this command have in common, and which measurement they are."""
         args = self.args
-        key = (
-            args.network,
-            args.data,
-            args.network_seed,
-            method,
-            share,
-            seed,
-            (label or args.label) if seed is not None else None,
-            round(self.accuracy, 2),
-        )
-        return key not in {compression_figure.key(record) for record in self.records}
+        return {
+            "network": args.network,
+            "data": args.data,
+            "network_seed": args.network_seed,
+            "dense_accuracy": self.accuracy,
+            "calibration_images": args.calibration,
+            "smoke": args.smoke,
+        }
 
     def _out_of_time(self, what: str) -> bool:
         late = self.args.time_limit is not None and time.monotonic() - self.started > self.args.time_limit
@@ -309,23 +315,18 @@ class Run:
         args = self.args
         record: dict[str, Any] = {
             "benchmark": "compression_accuracy",
-            "network": args.network,
-            "data": args.data,
-            "network_seed": args.network_seed,
+            **self._about(),
             **found,
-            "dense_accuracy": self.accuracy,
             "parameters": model and parameters(model),
             "dense_parameters": self.parameters,
             "flops": model and flops(model, self.calibration[0][0][:1]),
             "dense_flops": self.flops,
-            "calibration_images": args.calibration,
             "calibration_copies": args.copies,
             "data_sha256": self.data.sha256,
             "train_images": len(self.data.train_labels),
             "test_images": len(self.data.test_labels),
             "validation": args.validation,
             "width": args.width,
-            "smoke": args.smoke,
             "command": timing.command("compression_accuracy"),
             "date": time.strftime("%Y-%m-%d"),
             "commit": timing._commit(),

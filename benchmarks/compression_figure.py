@@ -12,9 +12,11 @@ from typing import Any
 Record = Mapping[str, Any]
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"  # what stands between them in a page is made
 TICKS = (2, 3, 5, 10, 20, 33, 50, 100)  # per cent
+USUAL_IMAGES = 1024  # training images that a method looks at, unless its row says otherwise
 LEAST_LOSS, LOSSES = 0.1, (0.1, 0.3, 1, 3, 10, 30)  # points; smaller losses, and gains, are drawn as the least
 COLOURS = {
     "cpnorm": "#c1272d",
+    "cpnorm, 8,192 images": "#5c0a0d",
     "cpnorm-outputs": "#e8787c",
     "cpnorm-weights": "#f0b0b0",
     "svd": "#4477aa",
@@ -40,8 +42,15 @@ def read(paths: Iterable[Path]) -> list[Record]:
 def key(record: Record) -> tuple[Any, ...]:
     """Return what makes two records the same measurement."""
     label = record["finetuning"]["label"] if "finetuning" in record else None
-    names = ("network", "data", "network_seed", "method", "share")
-    return (*(record[name] for name in names), record.get("seed"), label, round(record["dense_accuracy"], 2))
+    names, dense = ("network", "data", "network_seed", "share"), round(record["dense_accuracy"], 2)
+    return (method(record), *(record[name] for name in names), record.get("seed"), label, dense)
+
+
+def method(record: Record) -> str:
+    """Return the name of a record's method, with the number of images it looked at where that is unusual."""
+    count = record.get("calibration_images", USUAL_IMAGES)
+    usual = count == USUAL_IMAGES or record["method"] == "dense" or record.get("smoke")
+    return record["method"] if usual else f"{record['method']}, {count:,} images"
 
 
 def networks(records: Sequence[Record]) -> dict[str, list[Record]]:
@@ -60,11 +69,11 @@ def networks(records: Sequence[Record]) -> dict[str, list[Record]]:
 def line(record: Record) -> str:
     """Return a record in one line."""
     if record.get("failed"):
-        return f"{record['network']} {record['method']} {100 * record['share']:g} %: failed, {record['failed']}"
+        return f"{record['network']} {method(record)} {100 * record['share']:g} %: failed, {record['failed']}"
     how = f"fine-tuned ({record['finetuning']['label']}, seed {record['seed']})" if "finetuning" in record else "cut"
     fresh, raw = record.get("accuracy_fresh_statistics"), record.get("accuracy_as_cut")
     return (
-        f"{record['network']} {record['method']} {100 * record['share']:g} %, {how}: {record['accuracy']:.2f} %"
+        f"{record['network']} {method(record)} {100 * record['share']:g} %, {how}: {record['accuracy']:.2f} %"
         + (f" (as cut {raw:.2f}, with fresh statistics {fresh:.2f})" if fresh is not None else "")
         + f" of {record['dense_accuracy']:.2f}, {record['parameters']:,} parameters"
         + (f", {record['seconds']:.1f} s" if record.get("seconds") else "")
@@ -75,21 +84,21 @@ def table(records: Sequence[Record]) -> list[str]:
     """Return Markdown lines: one row for each network, method and share."""
     rows: dict[tuple[Any, ...], dict[str, Any]] = defaultdict(lambda: {"tuned": defaultdict(list)})
     for record in records:
-        row = rows[record["network"], record["data"], -record["share"], record["method"]]
+        row = rows[record["network"], record["data"], -record["share"], method(record)]
         if "finetuning" in record:
             row["tuned"][record["finetuning"]["label"]].append(record["accuracy"])
         else:
             row["cut"] = record
     head = "network | parameters left | method | not trained | as cut / fresh statistics | fine-tuned | FLOPs left"
     lines = [f"| {head} | time to compress |", "|---|---:|---|---:|---:|---|---:|---:|"]
-    for (network, data, share, method), row in sorted(rows.items()):
+    for (network, data, share, name), row in sorted(rows.items()):
         cut = row.get("cut", {})
         tuned = "; ".join(
             f"{'' if label == 'default' else label + ' '}{_spread(values)}" for label, values in row["tuned"].items()
         )
         flops = f"{100 * cut['flops'] / cut['dense_flops']:.1f} %" if cut.get("flops") else "–"
         lines.append(
-            f"| {network} {data} | {-100 * share:g} % | {method} | {_percent(cut.get('accuracy'))} "
+            f"| {network} {data} | {-100 * share:g} % | {name} | {_percent(cut.get('accuracy'))} "
             f"| {_percent(cut.get('accuracy_as_cut'))} / {_percent(cut.get('accuracy_fresh_statistics'))} "
             f"| {tuned or '–'} | {flops} "
             f"| {_seconds(cut.get('seconds'))} |"
@@ -182,13 +191,13 @@ def _curves(axis: Any, records: Sequence[Record], quantity: str) -> None:
             lost = max(LEAST_LOSS, record["dense_accuracy"] - record["accuracy"])
             label = record["finetuning"]["label"] if "finetuning" in record else None
             left = 100 * record[quantity] / record[f"dense_{quantity}"]
-            points[record["method"], label, record["share"]].append((left, lost))
+            points[method(record), label, record["share"]].append((left, lost))
     means = {key: tuple(map(statistics.mean, zip(*found, strict=True))) for key, found in points.items()}
-    for method, colour in COLOURS.items():
-        cut = sorted(point for key, point in means.items() if key[:2] == (method, None))
-        trained = [point for key, point in means.items() if key[0] == method and key[1] is not None]
+    for name, colour in COLOURS.items():
+        cut = sorted(point for key, point in means.items() if key[:2] == (name, None))
+        trained = [point for key, point in means.items() if key[0] == name and key[1] is not None]
         if cut:
-            axis.plot(*zip(*cut, strict=True), color=colour, marker=".", label=method, linewidth=1.2)
+            axis.plot(*zip(*cut, strict=True), color=colour, marker=".", label=name, linewidth=1.2)
         if trained:
             axis.scatter(*zip(*trained, strict=True), facecolors="none", edgecolors=colour, s=36)
 

@@ -164,6 +164,17 @@ def test_of_two_records_of_one_measurement_the_later_counts(tmp_path: Path) -> N
     assert rest.endswith(" |\n<!-- /figures -->\nb\n")
 
 
+def test_cuts_by_more_images_are_measurements_of_their_own(tmp_path: Path) -> None:
+    base = {"benchmark": "compression_accuracy", "network": "n", "data": "d", "network_seed": 0, "method": "svd"}
+    base |= {"share": 0.5, "dense_accuracy": 90.0, "accuracy": 10.0}
+    records = [base, {**base, "calibration_images": 1024, "accuracy": 20.0}]
+    records += [{**base, "calibration_images": 8192, "accuracy": 30.0}]
+    path = tmp_path / "r.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    rows = compression_figure.table(compression_figure.read([path]))[2:]
+    assert [row.split(" | ")[2:4] for row in rows] == [["svd", "20.00"], ["svd, 8,192 images", "30.00"]]
+
+
 def test_a_network_without_cuts_is_not_drawn(tmp_path: Path) -> None:
     base = {"data": "d", "share": 0.5, "dense_accuracy": 90.0, "accuracy": 90.0}
     base |= {"parameters": 10, "dense_parameters": 10, "flops": 10, "dense_flops": 10}
