@@ -10,6 +10,7 @@ import cpnorm
 import synthetic_results
 from cpnorm.lab.paper import beyond
 from cpnorm.lab.paper import tables as paper
+from cpnorm.lab.report import holds
 from cpnorm.lab.report.ablations import explanations
 from cpnorm.lab.report.charts import curves
 from cpnorm.lab.report.claims import claims
@@ -105,6 +106,12 @@ class TestVerdicts:
         assert (found.apart, found.within, found.above, found.agree) == (0, 1, 1, 2)
         assert found.apart_alone == 1
         assert count_agreement(entries[:1]).apart == 1
+
+    def test_one_run_outside_the_published_sd_decides_nothing(self, tmp_path):
+        records = records_of(tmp_path, lines("cifar10/none-sgd", 86.0, 1))
+        found = count_agreement([comparison(records, "cifar10/none-sgd")])
+        assert (found.measured, found.agree, found.apart, found.undecided) == (1, 0, 0, 1)
+        assert holds.undecided(found) == "; 1 outside it have too few runs for a test"
 
     def test_the_last_20_epochs_of_runs_that_have_twice_as_many(self, tmp_path):
         curve = [10.0] * 20 + [80.0] * 19 + [40.0]

@@ -89,6 +89,23 @@ def test_of_two_files_with_a_cut_the_last_one_counts(tmp_path):
     assert found["svd", 0.05] == ([22.0], [])
 
 
+def test_methods_that_look_at_more_images_have_names_of_their_own(tmp_path):
+    """They stand in the table of their network, and not beside ours in the first table."""
+    lines = [record(method, 0.05, accuracy) for method, accuracy in (("cpnorm", 93.0), ("svd", 30.0))]
+    more = [{**line, "calibration_images": 8192} for line in lines]
+    usual = [{**line, "calibration_images": 1024} for line in LINES]
+    headline, grid = blocks([section(read_cuts(write(tmp_path, usual + more)))], Grid)
+    assert [row[3].text for row in headline.rows] == ["92.50"]
+    assert headline.rows[0][4].text == "22.00, SVD"
+    names = {row[0].text: row[3].text for row in grid.rows if row[1].text == "5 %"}
+    assert names == {"cpnorm": "92.50", "SVD": "22.00", "cpnorm, 8,192 images": "93.00", "SVD, 8,192 images": "30.00"}
+    (explorer,) = blocks(build(tmp_path).sections, Explorer)
+    assert {cut["name"]: cut["peer"] for cut in explorer.networks[0]["cuts"] if "images" in cut["name"]} == {
+        "cpnorm, 8,192 images, 5 %": False,
+        "SVD, 8,192 images, 5 %": True,
+    }
+
+
 def test_without_records_there_is_no_section(tmp_path):
     assert read_cuts(tmp_path) == []
     assert section([]) is None

@@ -23,7 +23,7 @@ from cpnorm.lab.report.drawing import (
     standalone,
     style,
 )
-from cpnorm.lab.report.networks import DATA_NAMES, OURS, Cut, name_of, network_name
+from cpnorm.lab.report.networks import DATA_NAMES, Cut, is_ours, name_of, network_name
 from cpnorm.lab.report.records import Records, Run, that_learned
 from cpnorm.lab.report.statistics import mean_curve, summarize
 from cpnorm.lab.training.runs import write_atomically
@@ -133,7 +133,7 @@ def lead(records: Records, own_rows: Sequence[str], cuts: Sequence[Cut] = ()) ->
     data = "cifar10"
     kinds = marks_of(data, records, own_rows)
     for cut in (cut for cut in cuts if cut.data == data):
-        kinds["cut" if cut.method == OURS else "peers"] += cut_marks(cut)
+        kinds["cut" if is_ours(cut) else "peers"] += cut_marks(cut)
     if not _measured(kinds):
         return None
     wide = _scatter(LEAD, DATA_NAMES[data], kinds, 620, 440)

@@ -64,10 +64,11 @@ def agreement(coded: Records) -> Agreement:
 def agreement_sentence(coded: Records) -> str:
     """Say how many distinct rows agree with the paper."""
     found = agreement(coded)
+    few = f" {found.undecided} outside it have too few runs for a test." if found.undecided else ""
     return (
         f"With the settings of the authors' code, {found.measured} of {found.rows} distinct rows are measured so far; "
         f"{found.agree} of them agree with the paper: {found.within} lie within one published standard deviation, the "
-        "others show no significant difference after Holm's correction over all of them."
+        f"others show no significant difference after Holm's correction over all of them.{few}"
     )
 
 

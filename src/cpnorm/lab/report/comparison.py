@@ -113,6 +113,7 @@ class Agreement:
     apart: int  # significantly different after Holm's correction over all tested rows
     apart_alone: int  # significantly different if each were the only row
     agree: int  # within one published standard deviation, or tested and not significantly different
+    undecided: int  # neither: outside it, and with too few runs for a test
 
 
 def count_agreement(entries: Sequence[Comparison]) -> Agreement:
@@ -136,6 +137,7 @@ def count_agreement(entries: Sequence[Comparison]) -> Agreement:
         apart=sum(apart),
         apart_alone=sum(bool(entry.difference and entry.difference.significant) for entry in measured),
         agree=sum(alike),
+        undecided=sum(p is None and entry.status != "within" for entry, p in zip(measured, ps, strict=True)),
     )
 
 

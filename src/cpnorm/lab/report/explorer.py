@@ -9,7 +9,7 @@ from typing import Any
 from cpnorm.lab.paper import beyond
 from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.report.document import Column, Explorer, Grid, Section, Text, count, number, words
-from cpnorm.lab.report.networks import DATA_NAMES, DENSE, OURS, Cut, name_of, network_name
+from cpnorm.lab.report.networks import DATA_NAMES, DENSE, Cut, is_ours, name_of, network_name
 from cpnorm.lab.report.records import LARGEST, Records, Run, numbers
 from cpnorm.lab.report.statistics import summarize
 
@@ -58,7 +58,7 @@ def trained_elsewhere(cuts: Sequence[Cut]) -> list[Mapping[str, Any]]:
                 "parameters": cut.parameters,
                 "cut": untrained.mean if untrained else None,
                 "tuned": tuned.mean if tuned else None,
-                "peer": cut.method != OURS,
+                "peer": not is_ours(cut),
             }
         )
     return list(found.values())

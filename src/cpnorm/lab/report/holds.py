@@ -42,8 +42,13 @@ def _agreement(found: Agreement | None) -> str:
     return (
         f"{found.agree} of {found.measured} distinct rows agree, {found.within} of them within one published sd; "
         f"{found.apart} differ significantly after the correction, {found.apart_alone} where each is tested alone"
-        f"{measured}"
+        f"{undecided(found)}{measured}"
     )
+
+
+def undecided(found: Agreement) -> str:
+    """Return how many rows cannot be tested yet, as the end of a sentence about the others."""
+    return f"; {found.undecided} outside it have too few runs for a test" if found.undecided else ""
 
 
 def _answer(claim: Claim | None) -> str:

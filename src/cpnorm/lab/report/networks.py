@@ -27,6 +27,7 @@ from cpnorm.lab.training.records import read_records
 
 FOLDER = "networks"  # below the results
 OURS, DENSE = "cpnorm", "dense"
+USUAL_IMAGES = 1024  # that methods look at, unless their name says otherwise
 NAMES = {"cpnorm": "cpnorm", "dense": "dense", "svd": "SVD", "whitened-svd": "whitened SVD"}
 NAMES |= {"torch-pruning": "Torch-Pruning", "tucker2": "Tucker-2", "cp-als": "CP by ALS", "tensorly-torch": "TensorLy"}
 NETWORKS = {
@@ -56,6 +57,8 @@ class Cut:
 def read_cuts(results: Path) -> list[Cut]:
     """Return the cuts of the results by network, share and method; smoke tests of the benchmark are left out.
 
+    A method that looked at another number of images than usual has it after its name.
+
     Where a network was trained more than once, each of them has the accuracy of its dense form after its name. Of cuts
     of one network in several files, those of the last file count, in the order of names.
     """
@@ -73,8 +76,12 @@ def read_cuts(results: Path) -> list[Cut]:
                 if not all(isinstance(name, str) and name for name in names):
                     raise ValueError(f"{path}, line {line}: expected names of network, data and method, got {names!r}")
                 (dense,) = numbers([record.get("dense_accuracy")]) or [0.0]
-                key = (str(names[0]), str(names[1]), dense, str(names[2]), found[0])
-                cut = here.setdefault(key, Cut(str(names[0]), str(names[1]), str(names[2]), found[0]))
+                network, kind, method = map(str, names)
+                (images,) = numbers([record.get("calibration_images")]) or [USUAL_IMAGES]
+                if images != USUAL_IMAGES and method != DENSE:
+                    method += f", {images:,.0f} images"
+                key = (network, kind, dense, method, found[0])
+                cut = here.setdefault(key, Cut(network, kind, method, found[0]))
                 cut.parameters = found[1]
                 (cut.tuned if record.get("finetuning") else cut.untrained).append(found[2])
         except ValueError as error:
@@ -97,7 +104,13 @@ def read_cuts(results: Path) -> list[Cut]:
 
 def name_of(cut: Cut) -> str:
     """Return the name of a method."""
-    return NAMES.get(cut.method, cut.method)
+    method, comma, images = cut.method.partition(",")
+    return NAMES.get(method, method) + comma + images
+
+
+def is_ours(cut: Cut) -> bool:
+    """Return True for a cut by cpnorm, whatever number of images it looked at."""
+    return cut.method.partition(",")[0] == OURS
 
 
 def network_name(cut: Cut) -> str:
@@ -133,7 +146,7 @@ def headline_grid(cuts: Sequence[Cut]) -> Grid:
     rows = []
     for ours in (cut for cut in cuts if cut.method == OURS):
         there = [cut for cut in cuts if (cut.network, cut.data) == (ours.network, ours.data)]
-        peers = [cut for cut in there if cut.share == ours.share and cut.method != OURS]
+        peers = [cut for cut in there if cut.share == ours.share and _is_peer(cut)]
         dense = next((cut for cut in there if cut.method == DENSE), None)
         untrained, tuned = summarize(ours.untrained), summarize(ours.tuned)
         rows.append(
@@ -157,6 +170,11 @@ def headline_grid(cuts: Sequence[Cut]) -> Grid:
         *(Column(name, "fine-tuned, %") for name in ("cpnorm", "best other method", "dense")),
     ]
     return Grid("Test accuracy after a cut to a share of the parameters", columns, rows)
+
+
+def _is_peer(cut: Cut) -> bool:
+    """Return True for the method of others that looked at the images ours looks at."""
+    return cut.method in NAMES and cut.method not in (OURS, DENSE)
 
 
 def _best(methods: Sequence[tuple[str, Sequence[float]]]) -> Cell:
@@ -206,7 +224,7 @@ def sentence(cuts: Sequence[Cut]) -> str:
     best = min(ours, key=lambda cut: cut.share)
     there = [cut for cut in cuts if (cut.network, cut.data) == (best.network, data)]
     whole = next((cut.untrained[0] for cut in there if cut.method == DENSE and cut.untrained), None)
-    peers = [cut for cut in there if cut.share == best.share and cut.method not in (OURS, DENSE) and cut.untrained]
+    peers = [cut for cut in there if cut.share == best.share and _is_peer(cut) and cut.untrained]
     tuned = summarize(best.tuned)
     if whole is None or tuned is None:
         return ""

@@ -40,8 +40,12 @@ def reproduction(entries: Sequence[Comparison], coded: Agreement | None = None) 
         f"With the settings of its text, {found.measured} of the paper's {found.rows} distinct accuracies are measured "
         f"({len(entries)} rows, of which {len(entries) - found.rows} repeat another), {share} of them with "
         f"{PUBLISHED_RUNS} seeds or more: {found.agree} agree with the paper, and {found.apart} differ significantly."
-        + (f" With the settings of its code, {coded.agree} of {coded.measured} agree." if coded else "")
+        + (f" With the settings of its code, {coded.agree} of {coded.measured} agree{_few(coded)}." if coded else "")
     )
+
+
+def _few(found: Agreement) -> str:
+    return f", and {found.undecided} have too few runs for a test" if found.undecided else ""
 
 
 def low_rank(records: Records, own_rows: Sequence[str]) -> str:
