@@ -96,9 +96,9 @@ def truncate(
             ("outputs" if a criterion is given, "als" for a budget of energy), "als" without data, and "lambdas" with
             an optimizer, because it keeps the optimizer's state meaningful.
         data: a DataLoader, a tensor of inputs, or batches of inputs, of (inputs, targets) or of keyword arguments;
-            inputs are one argument, a tuple of them, or a mapping by name. A few hundred samples are plenty. Targets
-            are needed for ``loss`` and "taylor" only. The result of ``calibrate`` saves time if copies of one model are
-            cut to several budgets. Statistics of batch norms are adapted to the truncated model.
+            inputs are one argument, a tuple of them, or a mapping by name. About a thousand samples are a good start.
+            Targets are needed for ``loss`` and "taylor" only. The result of ``calibrate`` saves time if copies of one
+            model are cut to several budgets. Statistics of batch norms are adapted to the truncated model.
         loss_function: a function of (outputs, targets), averaged over the batch.
         example_input: the input for which FLOPs are counted.
         optimizer: one or several optimizers, whose state is cut to the kept terms, so that training can continue.

@@ -69,7 +69,7 @@ def shrink(
 
     Args:
         model: any trained network; the report lists the layers that stay dense, with reasons.
-        data: a few hundred typical inputs: a DataLoader of inputs or (inputs, targets), a tensor, or batches as
+        data: a thousand typical inputs or so: a DataLoader of inputs or (inputs, targets), a tensor, or batches as
             tensors, tuples or mappings of keyword arguments. Targets are used by ``metric`` only.
         parameters: how many parameters the result may have: a share of the given model's (0.1), or a number.
         flops: how many FLOPs one pass over the example input may take: a share, or a number.
