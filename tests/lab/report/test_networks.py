@@ -44,10 +44,10 @@ def test_a_table_of_every_method_by_share(tmp_path):
     assert grid.caption == "ResNet-18 on CIFAR-10"
     texts = [[cell.text for cell in row] for row in grid.rows]
     assert texts == [
-        ["dense", "100 %", "11.17 M", "94.00", "–", "–", "–", "0"],
-        ["SVD", "10 %", "1.12 M", "55.00", "−39.00", "–", "–", "0"],
-        ["cpnorm", "5 %", "0.56 M", "92.50", "−1.50", "93.50 ± 0.14", "−0.50", "2"],
-        ["SVD", "5 %", "0.56 M", "22.00", "−72.00", "–", "–", "0"],
+        ["dense", "100 %", "11.17 M", "94.00", "–", "–", "–", "0", "–"],
+        ["SVD", "10 %", "1.12 M", "55.00", "−39.00", "–", "–", "0", "–"],
+        ["cpnorm", "5 %", "0.56 M", "92.50", "−1.50", "93.50 ± 0.14", "−0.50", "2", "–"],
+        ["SVD", "5 %", "0.56 M", "22.00", "−72.00", "–", "–", "0", "–"],
     ]
 
 
@@ -87,6 +87,28 @@ def test_of_two_files_with_a_cut_the_last_one_counts(tmp_path):
     found = {(cut.method, cut.share): (cut.untrained, cut.tuned) for cut in read_cuts(tmp_path)}
     assert found["cpnorm", 0.05] == ([93.0], [])
     assert found["svd", 0.05] == ([22.0], [])
+
+
+def test_training_without_labels_is_no_fine_tuning(tmp_path):
+    distilled = [record("cpnorm", 0.05, 93.0 + seed, seed=seed, finetuning={"label": "distilled"}) for seed in (0, 1)]
+    write(tmp_path, LINES[:2] + distilled)
+    assert sentence(read_cuts(tmp_path)) == ""
+    _, grid = blocks([section(read_cuts(tmp_path))], Grid)
+    assert [cell.text for cell in grid.rows[1]][5:] == ["–", "–", "0", "93.50 ± 0.71"]
+    (tmp_path / "networks/b.jsonl").write_text(json.dumps(record("cpnorm", 0.05, 92.6)) + "\n")  # cut again
+    (cut,) = (cut for cut in read_cuts(tmp_path) if cut.method == "cpnorm")
+    assert (cut.untrained, cut.distilled) == ([92.6], [93.0, 94.0])
+
+
+def test_the_leading_figure_has_our_smallest_networks_and_no_trials(tmp_path):
+    line = {"seed": 0, "final": 90.0, "best": 91.0, "weights": 25_000, "curve": {"test_accuracy": []}}
+    configs = {"25k": {"data": "cifar10", "norm": "cp"}, "trial": {"data": "cifar10", "norm": "cp", "validation": 5000}}
+    (tmp_path / "records").mkdir()
+    lines = [{**line, "table": "r", "row": f"r/{name}", "config": config} for name, config in configs.items()]
+    (tmp_path / "records/r.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lead = build(write(tmp_path, LINES)).lead.svg
+    assert "<title>r/25k: 90.00 %" in lead
+    assert "r/trial" not in lead
 
 
 def test_methods_that_look_at_more_images_have_names_of_their_own(tmp_path):

@@ -23,11 +23,12 @@ from cpnorm.lab.report.ablations import explanations
 from cpnorm.lab.report.claims import claims
 from cpnorm.lab.report.comparison import Comparison, compare, count_agreement
 from cpnorm.lab.report.document import Document, Fold, Gallery, Section, Text
-from cpnorm.lab.report.records import Records, read_results
+from cpnorm.lab.report.records import Records, read_results, without_trials
 from cpnorm.lab.report.statistics import SIGNIFICANT
 from cpnorm.lab.report.tally import NOT_MEASURED, Claim
 
 TITLE = "Canonical convolutional networks, measured again"
+SMALLEST = "records"  # the folder of our smallest networks, below the results
 
 
 def build(results: str | Path, data_dir: str | Path | None = None) -> Document:
@@ -41,6 +42,8 @@ def build(results: str | Path, data_dir: str | Path | None = None) -> Document:
     everything = [entry for entries in compared.values() for entry in entries]
     answers = claims(records)
     cuts = networks.read_cuts(Path(results))
+    folder = Path(results) / SMALLEST
+    smallest = without_trials(read_results(folder)) if folder.is_dir() else None
     own = [key for keys in recipes.own_tables(records).values() for key in keys if not key.startswith("checks/")]
     coded = code_protocol.read(records, Path(results))
     optional = [code_protocol.section(records, coded) if coded else None, networks.section(cuts)]
@@ -58,7 +61,7 @@ def build(results: str | Path, data_dir: str | Path | None = None) -> Document:
         provenance.section(records, coded),
     ]
     sentences = story.sentences(everything, answers, records, own, cuts, by_code)
-    return Document(TITLE, charts.lead(records, own, cuts), sentences, sections)
+    return Document(TITLE, charts.lead(records, own, cuts, smallest), sentences, sections)
 
 
 # --- what agrees ------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from cpnorm.lab.report.drawing import (
     standalone,
     style,
 )
-from cpnorm.lab.report.networks import DATA_NAMES, Cut, is_ours, name_of, network_name
+from cpnorm.lab.report.networks import DATA_NAMES, NAMES, Cut, is_ours, name_of, network_name
 from cpnorm.lab.report.records import Records, Run, that_learned
 from cpnorm.lab.report.statistics import mean_curve, summarize
 from cpnorm.lab.training.runs import write_atomically
@@ -128,12 +128,19 @@ def accuracy_against_parameters(records: Records, own_rows: Sequence[str]) -> li
     ]
 
 
-def lead(records: Records, own_rows: Sequence[str], cuts: Sequence[Cut] = ()) -> Drawing | None:
+def lead(
+    records: Records, own_rows: Sequence[str], cuts: Sequence[Cut] = (), smallest: Records | None = None
+) -> Drawing | None:
     """Draw the figure that opens the report: accuracy against parameters on CIFAR-10, for wide and narrow screens."""
     data = "cifar10"
     kinds = marks_of(data, records, own_rows)
+    if smallest is not None:
+        add_own(kinds, data, smallest, list(smallest.runs))
     for cut in (cut for cut in cuts if cut.data == data):
-        kinds["cut" if is_ours(cut) else "peers"] += cut_marks(cut)
+        if is_ours(cut):
+            kinds["cut"] += cut_marks(cut)
+        elif cut.method in NAMES:  # others by more images lie where they lie by the usual number
+            kinds["peers"] += cut_marks(cut)
     if not _measured(kinds):
         return None
     wide = _scatter(LEAD, DATA_NAMES[data], kinds, 620, 440)
@@ -209,17 +216,23 @@ def marks_of(data: str, records: Records, own_rows: Sequence[str]) -> Kinds:
             kinds["published"].append(Mark(published.parameters, published.mean, 0.0, row.key, note))
         if mark := _mark(row.key, records):
             kinds["again" if (row.finetuning or row.config).norm == "cp" else "peers"].append(mark)
-    for key in own_rows:
-        settings = next((run.config for run in records.finished(key)), {})
-        if settings.get("data") == data and (mark := _mark(key, records)):
-            kinds["own" if settings.get("norm") == "cp" else "peers"].append(mark)
+    add_own(kinds, data, records, own_rows)
     return kinds
 
 
+def add_own(kinds: Kinds, data: str, records: Records, rows: Sequence[str]) -> None:
+    """Add the rows of this data set: those in canonical form to our recipes, others to the peers."""
+    for key in rows:
+        settings = next((run.config for run in records.finished(key)), {})
+        if settings.get("data") == data and (mark := _mark(key, records)):
+            kinds["own" if settings.get("norm") == "cp" else "peers"].append(mark)
+
+
 def cut_marks(cut: Cut) -> list[Mark]:
-    """Return a cut network as it is right after the cut, and after fine-tuning."""
+    """Return a cut network as it is right after the cut, and after training."""
     marks = []
-    for state, accuracies in (("without training", cut.untrained), ("fine-tuned", cut.tuned)):
+    states = {"without training": cut.untrained, "fine-tuned": cut.tuned, "distilled": cut.distilled}
+    for state, accuracies in states.items():
         if summary := summarize(accuracies):
             row = f"{cut.network}, {name_of(cut)}, {100 * cut.share:g} %, {state}"
             note = f"{row}: {summary.mean:.2f} %, {cut.parameters:,.0f} parameters, n = {summary.n}"

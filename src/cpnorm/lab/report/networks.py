@@ -27,6 +27,7 @@ from cpnorm.lab.training.records import read_records
 
 FOLDER = "networks"  # below the results
 OURS, DENSE = "cpnorm", "dense"
+DISTILLED = "distilled"  # the label of networks that were trained further without labels
 USUAL_IMAGES = 1024  # that methods look at, unless their name says otherwise
 NAMES = {"cpnorm": "cpnorm", "dense": "dense", "svd": "SVD", "whitened-svd": "whitened SVD"}
 NAMES |= {"torch-pruning": "Torch-Pruning", "tucker2": "Tucker-2", "cp-als": "CP by ALS", "tensorly-torch": "TensorLy"}
@@ -52,6 +53,7 @@ class Cut:
     parameters: float = 0.0
     untrained: list[float] = field(default_factory=list)  # accuracies right after the cut
     tuned: list[float] = field(default_factory=list)  # accuracies after fine-tuning, one per seed
+    distilled: list[float] = field(default_factory=list)  # accuracies after training without labels, one per seed
 
 
 def read_cuts(results: Path) -> list[Cut]:
@@ -60,7 +62,8 @@ def read_cuts(results: Path) -> list[Cut]:
     A method that looked at another number of images than usual has it after its name.
 
     Where a network was trained more than once, each of them has the accuracy of its dense form after its name. Of cuts
-    of one network in several files, those of the last file count, in the order of names.
+    of one network in several files, those of the last file count, in the order of names; those trained without labels
+    stay beside them.
     """
     cuts: dict[tuple[str, str, float, str, float], Cut] = {}
     for path in sorted((results / FOLDER).glob("*.jsonl")):
@@ -83,9 +86,14 @@ def read_cuts(results: Path) -> list[Cut]:
                 key = (network, kind, dense, method, found[0])
                 cut = here.setdefault(key, Cut(network, kind, method, found[0]))
                 cut.parameters = found[1]
-                (cut.tuned if record.get("finetuning") else cut.untrained).append(found[2])
+                how = record.get("finetuning")
+                distilled = isinstance(how, dict) and how.get("label") == DISTILLED
+                (cut.distilled if distilled else cut.tuned if how else cut.untrained).append(found[2])
         except ValueError as error:
             raise RecordError(reprlib.repr(str(error)) if len(str(error)) > 400 else str(error)) from error
+        for key, cut in here.items():
+            if key in cuts and not cut.distilled:
+                cut.distilled = cuts[key].distilled
         cuts |= here
     trained = {key[:3] for key in cuts}
     for (network, data, dense, *_), cut in cuts.items():
@@ -128,6 +136,7 @@ def section(cuts: Sequence[Cut]) -> Section | None:
         "Networks that were trained in the usual way and then cut to a share of their parameters, by cpnorm and by "
         "other methods. All methods see the same training images; whether batch norms get new statistics is chosen on "
         "held-out training images. Fine-tuning is the same for all, and the dense network is fine-tuned as a control. "
+        "“Distilled” networks were trained towards the outputs of the dense one, without labels. "
         "Pruning is meant to be followed by training: a dash means that it was not measured."
     )
     part = Section("networks", "Trained networks, cut beside other methods", [headline_grid(cuts)])
@@ -202,6 +211,7 @@ def grid(cuts: Sequence[Cut]) -> Grid:
                 mean_sd(tuned),
                 signed(change[1]),
                 number(len(cut.tuned), 0),
+                mean_sd(summarize(cut.distilled)),
             ]
         )
     columns = [
@@ -210,6 +220,7 @@ def grid(cuts: Sequence[Cut]) -> Grid:
         Column("parameters"),
         *(Column(name, "without training") for name in ("accuracy, %", "− dense")),
         *(Column(name, "fine-tuned") for name in ("accuracy, %", "− dense", "n")),
+        Column("accuracy, %", "distilled"),
     ]
     data = DATA_NAMES.get(cuts[0].data, cuts[0].data)
     return Grid(f"{network_name(cuts[0])} on {data}", columns, rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -110,6 +110,12 @@ def that_learned(runs: Sequence[Run]) -> list[Run]:
     """
     middle = median(run.accuracy_best or 0.0 for run in runs) if runs else 0.0
     return [run for run in runs if (run.accuracy_best or 0.0) > middle / 2]
+
+
+def without_trials(records: Records) -> Records:
+    """Return the records without runs that were tested on held-out training images to choose settings."""
+    runs = {key: [run for run in found if not run.config.get("validation")] for key, found in records.runs.items()}
+    return replace(records, runs={key: found for key, found in runs.items() if found})
 
 
 def read_results(folder: str | Path) -> Records:
