@@ -52,6 +52,7 @@ CASES = [
     Case("conv2d-groups", lambda: nn.Conv2d(6, 8, 3, groups=2, stride=2), (2, 6, 7, 6)),
     Case("conv2d-depthwise", lambda: nn.Conv2d(6, 12, 3, groups=6, padding=1), (2, 6, 5, 6)),
     Case("conv2d-1x1", lambda: nn.Conv2d(6, 4, 1, stride=2, padding=1), (2, 6, 5, 6)),
+    Case("conv2d-1x1-strided", lambda: nn.Conv2d(6, 4, 1, stride=(2, 1), groups=2), (2, 6, 5, 6)),
     Case("conv2d-1-channel", lambda: nn.Conv2d(1, 1, 3), (2, 1, 5, 6)),
     Case("conv3d", lambda: nn.Conv3d(2, 4, (2, 3, 1), padding=(1, 0, 0), groups=2), (2, 2, 4, 5, 3)),
     Case("conv3d-same", lambda: nn.Conv3d(2, 4, (3, 1, 3), padding="same"), (1, 2, 4, 3, 3)),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -33,6 +33,9 @@ FLOPS_PER_CALL = {"cpu": 5e7, "cuda": 3e9}
 DEPTHWISE_PENALTY = {"cpu": 1.0, "cuda": 32.0}
 # A product that sums over fewer terms than this takes no less time, since its results have to be written.
 LEAST_TERMS = {"cpu": 32, "cuda": 1}
+# A convolution with a weight that is kept takes less time than its FLOPs and bytes would in products and copies: by the
+# first factor, or by the second where a filter sees few positions. (A GPU uses a kept weight without asking.)
+KEPT_SPEED, FEW_POSITIONS = (2.5, 1.45), 128
 
 
 # --- doing --------------------------------------------------------------------------------------------------------
@@ -62,21 +65,28 @@ def through_conv(
 ) -> Tensor:
     """Convolve in three steps: 1x1 into the terms, one depthwise filter per term, 1x1 out.
 
-    Groups share the input vectors. On a CPU, where convolutions copy their weights into another layout at each call,
-    the two of 1x1 are matrix products, and what is between them lies channels-last.
+    A filter of one number scales its term. Groups share the input vectors. On a CPU, where convolutions copy their
+    weights into another layout at each call, the two of 1x1 are matrix products, and what is between them lies
+    channels-last.
     """
     out, into, *kernels = factors
     conv, ones, rank = CONV[len(kernels) - 1], (1,) * len(kernels), scales.shape[0]
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
     products = x.device.type == "cpu" and len(kernels) == 2 and groups == 1 and not traced and x.is_contiguous()
     batch, channels = x.shape[:2]
-    x = x.reshape(batch * groups, channels // groups, *x.shape[2:])
-    x = (x.movedim(1, -1) @ into).movedim(-1, 1) if products else conv(x, into.mT.reshape(rank, -1, *ones))
     if products and not isinstance(padding, str):  # rows of the kernel that meet nothing but padding: small images
         pairs = [_overlap(*given) for given in zip(kernels, x.shape[2:], padding, dilation, strict=True)]
         kernels, padding = [kernel for kernel, _ in pairs], [rows for _, rows in pairs]
+    scaled = all(len(kernel) == 1 for kernel in kernels) and (isinstance(padding, str) or not any(padding))
+    if scaled and any(step > 1 for step in stride):
+        x = x[(slice(None), slice(None), *(slice(None, None, step) for step in stride))]
+    x = x.reshape(batch * groups, channels // groups, *x.shape[2:])
+    x = (x.movedim(1, -1) @ into).movedim(-1, 1) if products else conv(x, into.mT.reshape(rank, -1, *ones))
     depthwise = khatri_rao(kernels).mT.reshape(rank, 1, *(k.shape[0] for k in kernels))
-    x = conv(x, depthwise, None, stride, padding, dilation, rank)
+    if scaled:
+        scales = scales * depthwise.flatten()
+    else:
+        x = conv(x, depthwise, None, stride, padding, dilation, rank)
     x = x.reshape(batch, groups * rank, *x.shape[2:])
     if products:
         return F.linear(x.movedim(1, -1), out * scales, bias).movedim(-1, 1).contiguous()
@@ -195,7 +205,7 @@ def plan(
     size = math.prod(weight)
     if isinstance(layer, nn.Linear):
         positions = positions_out = math.prod(input_shape) // layer.in_features
-        inputs, outputs, groups, kernel, transposed = layer.in_features, layer.out_features, 1, 0, False
+        inputs, outputs, groups, kernel, transposed, scaled = layer.in_features, layer.out_features, 1, 0, False, False
         dense_positions = positions
     else:
         assert isinstance(layer, nn.modules.conv._ConvNd)
@@ -208,6 +218,9 @@ def plan(
         inputs, outputs, groups, transposed = layer.in_channels, layer.out_channels, layer.groups, layer.transposed
         kernel = math.prod(layer.kernel_size)
         dense_positions = positions if transposed else positions_out
+        scaled = kernel == 1 and not transposed and (isinstance(layer.padding, str) or not any(layer.padding))
+        if scaled:  # no filter; of the input no more is read than what an output needs
+            positions = positions_out
 
     passes = 3 if training else 1  # forward, and backward to the input and to the weight
     left, right = split_modes(weight)
@@ -233,7 +246,10 @@ def plan(
         (size if built else 2 * rank * products + 2 * size) + activations,
     )
     thin = [(positions * groups * rank, into), (positions_out * outputs, rank)]
-    if kernel:  # the first 1x1 runs at the size of the input, the last at that of the output
+    if built and kernel and groups == 1 and kind == "cpu":
+        few = dense_positions < FEW_POSITIONS and kernel > 1 and math.prod(space) > 1
+        rebuild = replace(rebuild, total=rebuild.total / KEPT_SPEED[few])
+    if kernel and not scaled:  # the first 1x1 runs at the size of the input, the last at that of the output
         depthwise = 2 * dense_positions * groups * rank * kernel
         numbers = 2 * groups * rank * (positions + positions_out) + activations + rank * sum(weight)
         factors = cost(thin, depthwise, numbers, calls=1)
