@@ -34,8 +34,9 @@ DEPTHWISE_PENALTY = {"cpu": 1.0, "cuda": 32.0}
 # A product that sums over fewer terms than this takes no less time, since its results have to be written.
 LEAST_TERMS = {"cpu": 32, "cuda": 1}
 # A convolution with a weight that is kept takes less time than its FLOPs and bytes would in products and copies: by the
-# first factor, or by the second where a filter sees few positions. (A GPU uses a kept weight without asking.)
-KEPT_SPEED, FEW_POSITIONS = (2.5, 1.45), 128
+# first factor, or by the second where a position has no neighbours. (A GPU uses a kept weight without asking.)
+KEPT_SPEED = (1.45, 2.5)
+MANY_POSITIONS = 512  # from which convolutions of 1x1 are no slower than products, and on some CPUs twice as fast
 
 
 # --- doing --------------------------------------------------------------------------------------------------------
@@ -65,22 +66,25 @@ def through_conv(
 ) -> Tensor:
     """Convolve in three steps: 1x1 into the terms, one depthwise filter per term, 1x1 out.
 
-    A filter of one number scales its term. Groups share the input vectors. On a CPU, where convolutions copy their
-    weights into another layout at each call, the two of 1x1 are matrix products, and what is between them lies
-    channels-last.
+    A filter of one number scales its term. Groups share the input vectors. On a CPU, what is between the first and the
+    last step lies channels-last, and for few positions the two of 1x1 are matrix products: convolutions copy their
+    weights into another layout at each call.
     """
     out, into, *kernels = factors
     conv, ones, rank = CONV[len(kernels) - 1], (1,) * len(kernels), scales.shape[0]
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    products = x.device.type == "cpu" and len(kernels) == 2 and groups == 1 and not traced and x.is_contiguous()
+    on_cpu = x.device.type == "cpu" and len(kernels) == 2 and groups == 1 and not traced and x.is_contiguous()
     batch, channels = x.shape[:2]
-    if products and not isinstance(padding, str):  # rows of the kernel that meet nothing but padding: small images
+    if on_cpu and not isinstance(padding, str):  # rows of the kernel that meet nothing but padding: small images
         pairs = [_overlap(*given) for given in zip(kernels, x.shape[2:], padding, dilation, strict=True)]
         kernels, padding = [kernel for kernel, _ in pairs], [rows for _, rows in pairs]
     scaled = all(len(kernel) == 1 for kernel in kernels) and (isinstance(padding, str) or not any(padding))
     if scaled and any(step > 1 for step in stride):
         x = x[(slice(None), slice(None), *(slice(None, None, step) for step in stride))]
+    products = on_cpu and x.numel() < channels * MANY_POSITIONS
     x = x.reshape(batch * groups, channels // groups, *x.shape[2:])
+    if on_cpu and not products:
+        x = x.contiguous(memory_format=torch.channels_last)
     x = (x.movedim(1, -1) @ into).movedim(-1, 1) if products else conv(x, into.mT.reshape(rank, -1, *ones))
     depthwise = khatri_rao(kernels).mT.reshape(rank, 1, *(k.shape[0] for k in kernels))
     if scaled:
@@ -90,7 +94,8 @@ def through_conv(
     x = x.reshape(batch, groups * rank, *x.shape[2:])
     if products:
         return F.linear(x.movedim(1, -1), out * scales, bias).movedim(-1, 1).contiguous()
-    return conv(x, (out * scales).reshape(-1, rank, *ones), bias, groups=groups)
+    x = conv(x, (out * scales).reshape(-1, rank, *ones), bias, groups=groups)
+    return x.contiguous() if on_cpu else x
 
 
 def through_two_convolutions(
@@ -247,8 +252,8 @@ def plan(
     )
     thin = [(positions * groups * rank, into), (positions_out * outputs, rank)]
     if built and kernel and groups == 1 and kind == "cpu":
-        few = dense_positions < FEW_POSITIONS and kernel > 1 and math.prod(space) > 1
-        rebuild = replace(rebuild, total=rebuild.total / KEPT_SPEED[few])
+        alone = kernel == 1 or math.prod(space) == 1
+        rebuild = replace(rebuild, total=rebuild.total / KEPT_SPEED[alone])
     if kernel and not scaled:  # the first 1x1 runs at the size of the input, the last at that of the output
         depthwise = 2 * dense_positions * groups * rank * kernel
         numbers = 2 * groups * rank * (positions + positions_out) + activations + rank * sum(weight)
