@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cpnorm
 import laws
+from cpnorm.nn import planner
 from cpnorm.nn.planner import DEPTHWISE_PENALTY, FLOPS_PER_BYTE, FLOPS_PER_CALL, LEAST_TERMS, plan
 from laws import CASES, Case
 
@@ -100,3 +101,29 @@ def test_devices_by_any_name() -> None:
     assert cpnorm.plan(nn.Linear(8, 8), (4, 8), 4, device=torch.device("cpu")) == cpnorm.plan(
         nn.Linear(8, 8), (4, 8), 4
     )
+
+
+@pytest.mark.parametrize("case", [case for case in BATCHED if "conv2d" in case.name], ids=lambda case: case.name)
+def test_convolutions_of_many_positions_equal_the_products_of_few(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same outputs, the same gradients and the same layout of the output."""
+    layer, x = laws.canonical(case, rank=3, init="kaiming_normal").double(), case.input().double()
+    layer.path = "factors"
+    found = []
+    for many in (0, 2**31):
+        monkeypatch.setattr(planner, "MANY_POSITIONS", many)
+        given = x.clone().requires_grad_()
+        y = layer(given)
+        gradients = torch.autograd.grad(y.square().sum(), [given, *layer.canonical_parameters()])
+        found.append((y, *gradients))
+        assert y.is_contiguous()
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_kept_weight_counts_as_what_it_is_worth() -> None:
+    """In evaluation a plain convolution is faster than its FLOPs: at some ranks the factors would be slower."""
+    conv = nn.Conv2d(256, 256, 3, padding=1)
+    paths = {
+        rank: [plan(conv, (64, 256, 2, 2), rank, built=built).path for built in (False, True)] for rank in (115, 576)
+    }
+    assert paths == {115: ["factors", "factors"], 576: ["factors", "rebuild"]}
