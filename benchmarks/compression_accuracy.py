@@ -37,6 +37,7 @@ from compression_options import BATCH, PUBLISHED, arguments
 from compressors import METHODS
 from cpnorm.lab.data import pretrained
 from cpnorm.lab.data.images import ImageSet, load
+from cpnorm.lab.report.networks import USUAL_IMAGES
 from cpnorm.lab.training.evaluation import accuracy, calibration_batches
 from cpnorm.lab.training.finetune import Recipe, finetune
 from cpnorm.lab.training.forward import use_arithmetic
@@ -168,7 +169,7 @@ class Run:
             return
         if self._out_of_time(f"{method} at {share:g}"):
             return
-        images = "" if args.calibration == compression_figure.USUAL_IMAGES else f"-{args.calibration}"
+        images = "" if args.calibration == USUAL_IMAGES else f"-{args.calibration}"
         stem = f"{args.network}-{args.data}-{args.network_seed}{self.split}-{method}-{share:g}{images}"
         cache = args.work / f"{stem}.pt"
         try:

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cpnorm.lab.report.networks import method_of
+
 Record = Mapping[str, Any]
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"  # what stands between them in a page is made
 TICKS = (2, 3, 5, 10, 20, 33, 50, 100)  # per cent
-USUAL_IMAGES = 1024  # training images that a method looks at, unless its row says otherwise
 LEAST_LOSS, LOSSES = 0.1, (0.1, 0.3, 1, 3, 10, 30)  # points; smaller losses, and gains, are drawn as the least
 COLOURS = {
     "cpnorm": "#c1272d",
@@ -43,14 +44,7 @@ def key(record: Record) -> tuple[Any, ...]:
     """Return what makes two records the same measurement."""
     label = record["finetuning"]["label"] if "finetuning" in record else None
     names, dense = ("network", "data", "network_seed", "share"), round(record["dense_accuracy"], 2)
-    return (method(record), *(record[name] for name in names), record.get("seed"), label, dense)
-
-
-def method(record: Record) -> str:
-    """Return the name of a record's method, with the number of images it looked at where that is unusual."""
-    count = record.get("calibration_images", USUAL_IMAGES)
-    usual = count == USUAL_IMAGES or record["method"] == "dense" or record.get("smoke")
-    return record["method"] if usual else f"{record['method']}, {count:,} images"
+    return (method_of(record), *(record[name] for name in names), record.get("seed"), label, dense)
 
 
 def networks(records: Sequence[Record]) -> dict[str, list[Record]]:
@@ -69,11 +63,11 @@ def networks(records: Sequence[Record]) -> dict[str, list[Record]]:
 def line(record: Record) -> str:
     """Return a record in one line."""
     if record.get("failed"):
-        return f"{record['network']} {method(record)} {100 * record['share']:g} %: failed, {record['failed']}"
+        return f"{record['network']} {method_of(record)} {100 * record['share']:g} %: failed, {record['failed']}"
     how = f"fine-tuned ({record['finetuning']['label']}, seed {record['seed']})" if "finetuning" in record else "cut"
     fresh, raw = record.get("accuracy_fresh_statistics"), record.get("accuracy_as_cut")
     return (
-        f"{record['network']} {method(record)} {100 * record['share']:g} %, {how}: {record['accuracy']:.2f} %"
+        f"{record['network']} {method_of(record)} {100 * record['share']:g} %, {how}: {record['accuracy']:.2f} %"
         + (f" (as cut {raw:.2f}, with fresh statistics {fresh:.2f})" if fresh is not None else "")
         + f" of {record['dense_accuracy']:.2f}, {record['parameters']:,} parameters"
         + (f", {record['seconds']:.1f} s" if record.get("seconds") else "")
@@ -84,7 +78,7 @@ def table(records: Sequence[Record]) -> list[str]:
     """Return Markdown lines: one row for each network, method and share."""
     rows: dict[tuple[Any, ...], dict[str, Any]] = defaultdict(lambda: {"tuned": defaultdict(list)})
     for record in records:
-        row = rows[record["network"], record["data"], -record["share"], method(record)]
+        row = rows[record["network"], record["data"], -record["share"], method_of(record)]
         if "finetuning" in record:
             row["tuned"][record["finetuning"]["label"]].append(record["accuracy"])
         else:
@@ -191,7 +185,7 @@ def _curves(axis: Any, records: Sequence[Record], quantity: str) -> None:
             lost = max(LEAST_LOSS, record["dense_accuracy"] - record["accuracy"])
             label = record["finetuning"]["label"] if "finetuning" in record else None
             left = 100 * record[quantity] / record[f"dense_{quantity}"]
-            points[method(record), label, record["share"]].append((left, lost))
+            points[method_of(record), label, record["share"]].append((left, lost))
     means = {key: tuple(map(statistics.mean, zip(*found, strict=True))) for key, found in points.items()}
     for name, colour in COLOURS.items():
         cut = sorted(point for key, point in means.items() if key[:2] == (name, None))

@@ -10,11 +10,10 @@ import cpnorm
 import synthetic_results
 from cpnorm.lab.paper import beyond
 from cpnorm.lab.paper import tables as paper
-from cpnorm.lab.report import holds
 from cpnorm.lab.report.ablations import explanations
 from cpnorm.lab.report.charts import curves
 from cpnorm.lab.report.claims import claims
-from cpnorm.lab.report.comparison import compare, count_agreement
+from cpnorm.lab.report.comparison import compare, count_agreement, undecided
 from cpnorm.lab.report.records import read_results
 
 SPREAD = (-0.3, -0.2, -0.1, 0.0, 0.0, 0.1, 0.2, 0.3)
@@ -111,7 +110,7 @@ class TestVerdicts:
         records = records_of(tmp_path, lines("cifar10/none-sgd", 86.0, 1))
         found = count_agreement([comparison(records, "cifar10/none-sgd")])
         assert (found.measured, found.agree, found.apart, found.undecided) == (1, 0, 0, 1)
-        assert holds.undecided(found) == "; 1 outside it have too few runs for a test"
+        assert undecided(found) == "1 row outside the published sd cannot be tested with so few runs"
 
     def test_the_last_20_epochs_of_runs_that_have_twice_as_many(self, tmp_path):
         curve = [10.0] * 20 + [80.0] * 19 + [40.0]

@@ -10,7 +10,7 @@ from cpnorm.lab.paper.authors_runs import Curves, authors_runs
 from cpnorm.lab.paper.protocols import CODE
 from cpnorm.lab.paper.tables import Row, Table
 from cpnorm.lab.report import against_authors
-from cpnorm.lab.report.comparison import Agreement, Comparison, compare, count_agreement, last_epochs
+from cpnorm.lab.report.comparison import Agreement, Comparison, compare, count_agreement, last_epochs, undecided
 from cpnorm.lab.report.document import Column, Fold, Gallery, Grid, Section, Text, mean_sd, number, p_cell, words
 from cpnorm.lab.report.drawing import finish, style
 from cpnorm.lab.report.paper_tables import outcome, runs_cell
@@ -64,7 +64,7 @@ def agreement(coded: Records) -> Agreement:
 def agreement_sentence(coded: Records) -> str:
     """Say how many distinct rows agree with the paper."""
     found = agreement(coded)
-    few = f" {found.undecided} outside it have too few runs for a test." if found.undecided else ""
+    few = f" {clause}." if (clause := undecided(found)) else ""
     return (
         f"With the settings of the authors' code, {found.measured} of {found.rows} distinct rows are measured so far; "
         f"{found.agree} of them agree with the paper: {found.within} lie within one published standard deviation, the "

@@ -116,6 +116,16 @@ class Agreement:
     undecided: int  # neither: outside it, and with too few runs for a test
 
 
+def undecided(found: Agreement) -> str:
+    """Return how many rows cannot be tested yet, as a clause; "" if there are none."""
+    rows = "row" if found.undecided == 1 else "rows"
+    return (
+        f"{found.undecided} {rows} outside the published sd cannot be tested with so few runs"
+        if found.undecided
+        else ""
+    )
+
+
 def count_agreement(entries: Sequence[Comparison]) -> Agreement:
     """Count the distinct rows that agree with the paper."""
     distinct = [entry for entry in entries if not entry.row.same_as]

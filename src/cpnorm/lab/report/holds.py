@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cpnorm.lab.report.comparison import Agreement
+from cpnorm.lab.report.comparison import Agreement, undecided
 from cpnorm.lab.report.document import Cell, Column, Fold, Grid, Section, Text, words
 from cpnorm.lab.report.tally import NOT_MEASURED, Claim
 
@@ -38,17 +38,13 @@ def section(
 def _agreement(found: Agreement | None) -> str:
     if found is None or not found.measured:
         return NOT_MEASURED
+    untested = f"; {clause}" if (clause := undecided(found)) else ""
     measured = "" if found.measured == found.rows else f" ({found.rows - found.measured} are not measured yet)"
     return (
         f"{found.agree} of {found.measured} distinct rows agree, {found.within} of them within one published sd; "
         f"{found.apart} differ significantly after the correction, {found.apart_alone} where each is tested alone"
-        f"{undecided(found)}{measured}"
+        f"{untested}{measured}"
     )
-
-
-def undecided(found: Agreement) -> str:
-    """Return how many rows cannot be tested yet, as the end of a sentence about the others."""
-    return f"; {found.undecided} outside it have too few runs for a test" if found.undecided else ""
 
 
 def _answer(claim: Claim | None) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cpnorm.lab.report.document import (
     MISSING,
@@ -79,10 +80,8 @@ def read_cuts(results: Path) -> list[Cut]:
                 if not all(isinstance(name, str) and name for name in names):
                     raise ValueError(f"{path}, line {line}: expected names of network, data and method, got {names!r}")
                 (dense,) = numbers([record.get("dense_accuracy")]) or [0.0]
-                network, kind, method = map(str, names)
-                (images,) = numbers([record.get("calibration_images")]) or [USUAL_IMAGES]
-                if images != USUAL_IMAGES and method != DENSE:
-                    method += f", {images:,.0f} images"
+                network, kind, _ = map(str, names)
+                method = method_of(record)
                 key = (network, kind, dense, method, found[0])
                 cut = here.setdefault(key, Cut(network, kind, method, found[0]))
                 cut.parameters = found[1]
@@ -108,6 +107,13 @@ def read_cuts(results: Path) -> list[Cut]:
             list(NAMES).index(cut.method) if cut.method in NAMES else len(NAMES),
         ),
     )
+
+
+def method_of(record: Mapping[str, Any]) -> str:
+    """Return the method of a record, with the number of images it looked at where that is unusual."""
+    (images,) = numbers([record.get("calibration_images")]) or [USUAL_IMAGES]
+    usual = images == USUAL_IMAGES or record["method"] == DENSE or record.get("smoke")
+    return str(record["method"]) if usual else f"{record['method']}, {images:,.0f} images"
 
 
 def name_of(cut: Cut) -> str:

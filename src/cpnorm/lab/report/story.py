@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cpnorm.lab.report import networks
 from cpnorm.lab.report.charts import Mark, marks_of
-from cpnorm.lab.report.comparison import PUBLISHED_RUNS, Agreement, Comparison, count_agreement
+from cpnorm.lab.report.comparison import PUBLISHED_RUNS, Agreement, Comparison, count_agreement, undecided
 from cpnorm.lab.report.document import count
 from cpnorm.lab.report.networks import DATA_NAMES, Cut
 from cpnorm.lab.report.records import Records
@@ -35,17 +35,14 @@ def reproduction(entries: Sequence[Comparison], coded: Agreement | None = None) 
     found = count_agreement(entries)
     if not found.measured:
         return f"None of the paper's {found.rows} distinct accuracies has been measured yet."
+    untested = f"; {clause}" if coded and (clause := undecided(coded)) else ""
     share = "all" if found.complete == found.measured else str(found.complete)
     return (
         f"With the settings of its text, {found.measured} of the paper's {found.rows} distinct accuracies are measured "
         f"({len(entries)} rows, of which {len(entries) - found.rows} repeat another), {share} of them with "
         f"{PUBLISHED_RUNS} seeds or more: {found.agree} agree with the paper, and {found.apart} differ significantly."
-        + (f" With the settings of its code, {coded.agree} of {coded.measured} agree{_few(coded)}." if coded else "")
+        + (f" With the settings of its code, {coded.agree} of {coded.measured} agree{untested}." if coded else "")
     )
-
-
-def _few(found: Agreement) -> str:
-    return f", and {found.undecided} have too few runs for a test" if found.undecided else ""
 
 
 def low_rank(records: Records, own_rows: Sequence[str]) -> str:
