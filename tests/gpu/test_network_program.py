@@ -230,6 +230,51 @@ def test_a_compiled_cuda_graph_sees_vectors_that_are_not_unit() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("full_precision")
+def test_a_users_cuda_graph_outlives_other_inputs() -> None:
+    """Steps that are replayed after eager ones on inputs of another layout, which need programs of their own."""
+
+    def trained(replayed: bool) -> nn.Module:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        cpnorm.renormalize_after(optimizer, model)
+        x = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1)).cuda()
+        other = x.flip(0).contiguous(memory_format=torch.channels_last)
+
+        def step(inputs: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        if replayed:
+            optimizer.zero_grad()
+            with torch.cuda.graph(graph, stream=stream):
+                step(x)
+        for _ in range(3):
+            for _ in range(2):
+                step(other)
+            gc.collect()
+            torch.cuda.synchronize()
+            # The memory of what is gone becomes somebody else's.
+            room = [torch.zeros(size, device=DEVICE) for size in (2**6, 2**10, 2**14) for _ in range(200)]
+            graph.replay() if replayed else step(x)
+            torch.cuda.synchronize()
+            assert not any(other.any() for other in room)
+        return model
+
+    replayed, eager, start = trained(True), trained(False), network()
+    for got, wanted, begun in zip(replayed.parameters(), eager.parameters(), start.parameters(), strict=True):
+        close_way(got.detach(), wanted.detach(), begun.detach(), 2e-2)
+
+
+@pytest.mark.gpu
 def test_weights_lie_as_the_inputs_do() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -368,6 +370,31 @@ def test_outputs_lie_in_memory_as_the_plain_networks_do(layout: torch.memory_for
                 expected, got = plain.train(mode)(x), model.train(mode)(x)
             close(got.detach(), expected.detach(), 1e-5)
             assert got.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_a_cuda_graph_has_recorded_is_kept(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph uses buffers by their addresses: they must outlive a change of the inputs' layout."""
+
+    class Recorded:
+        def __init__(self, *_: object) -> None:
+            self.captured = captured
+
+        def __call__(self) -> None:
+            pass
+
+    monkeypatch.setattr("cpnorm.nn.prebuilt.make_renormalizer", Recorded)
+    model = network()
+    handle = cpnorm.renormalize_after(torch.optim.SGD(model.parameters(), lr=0.05), model)
+    handle.weights.renormalize()
+    recorded = weakref.ref(handle.weights._renormalizer)
+    model(X)
+    model(X.contiguous(memory_format=torch.channels_last))
+    model(X)  # knows the layout of the inputs before
+    handle.weights.renormalize()
+    gc.collect()
+    assert handle.weights._renormalizer is not recorded()
+    assert (recorded() is not None) == captured
 
 
 def ready(model: nn.Module) -> list[bool]:

@@ -41,6 +41,11 @@ class KernelProgram:
         self._others = others([layers[index] for index in self._rest]) if self._rest else None
         self.in_place = self._others is None
 
+    @property
+    def captured(self) -> bool:
+        """Return True if a CUDA graph of the caller's has recorded it."""
+        return self._gradients.captured
+
     def build(self) -> list[Tensor]:
         """Return the weight of every layer."""
         if self._others is None:
@@ -125,6 +130,11 @@ class FusedGradients(FusedTerms):
         n1, n2 = (len(k) for k in kernels)
         used = product[:, : n2 * len(b)]
         return used.unflatten(0, (len(a), n1)).unflatten(2, (n2, len(b))).permute(0, 3, 1, 2)
+
+    @property
+    def captured(self) -> bool:
+        """Return True if a CUDA graph of the caller's has recorded the build."""
+        return self._run_build.captured
 
     def build(self) -> list[Tensor]:
         """Return the weight of every layer; the tensors are the same at each call."""
@@ -231,6 +241,8 @@ class _Gradients:
 
     def take(self) -> list[Tensor]:
         """Return copies of the gradients, in memory that is used again once none of them is alive."""
+        if self._flat.is_cuda and torch.cuda.is_current_stream_capturing():
+            return self._split(self._flat.clone())  # a graph of the caller's has memory of its own
         if self._count() != self._references:  # gradients are accumulated, or kept by the caller
             self._lent = torch.empty_like(self._flat)
             self._lent_views = self._split(self._lent)

@@ -13,20 +13,23 @@ class Replayed:
     """A program over fixed buffers: run as written at first, then recorded as a CUDA graph and replayed."""
 
     def __init__(self, run: Callable[[], None]) -> None:
-        self._run, self._calls = run, 0
+        self._run, self._calls, self._on_gpu = run, 0, torch.cuda.is_available()
         self._graph: torch.cuda.CUDAGraph | None = None
+        self.captured = False  # in a graph of somebody else's, which will go on using these buffers by their addresses
 
     def __call__(self) -> None:
         """Run the program on the current stream."""
         self._calls += 1
-        if self._graph is None or torch.cuda.is_current_stream_capturing():
+        capturing = self._on_gpu and torch.cuda.is_current_stream_capturing()
+        self.captured = self.captured or capturing
+        if self._graph is None or capturing:
             self._run()
         else:
             self._graph.replay()
 
     def record(self) -> None:
         """Record the program once it has run often enough; the recording itself computes nothing."""
-        if self._graph is not None or self._calls < EAGER_CALLS or not torch.cuda.is_available():
+        if self._graph is not None or self._calls < EAGER_CALLS or not self._on_gpu:
             return
         if torch.cuda.is_current_stream_capturing():
             return

@@ -35,6 +35,11 @@ class Renormalizer:
         self.table = torch.tensor(entries, dtype=torch.int64, device=factors[0].device)
         self._replayed = Replayed(self._launch)
 
+    @property
+    def captured(self) -> bool:
+        """Return True if a CUDA graph of the caller's has recorded it."""
+        return self._replayed.captured
+
     def __call__(self) -> None:
         """Make all columns unit, in one launch."""
         self._replayed.record()

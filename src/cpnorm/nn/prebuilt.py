@@ -74,6 +74,7 @@ class NetworkWeights:
         self._graph: WeightsGraph | None = None
         self._begun = False  # a forward pass, for which weights are ready
         self._renormalizer: Any = None
+        self._captured: list[Any] = []  # old programs and renormalisers, whose buffers CUDA graphs still use
         for layer in (layer for group in self._tied for layer in group):
             layer.renormalizer = self
         self._number = number_of(self)
@@ -167,6 +168,7 @@ class NetworkWeights:
         for forms in self._forms:
             found += (forms[0].channels_last, forms[0].input_shape if self.by_plan else None)
         if found != self._signature:
+            self._captured += [one for one in (*self._programs.values(), self._renormalizer) if _is_captured(one)]
             self._signature, self._renormalizer = found, None
             self._programs.clear()
             self._built.clear()
@@ -318,6 +320,14 @@ def _is_unit(factor: Tensor) -> bool:
         return False
     rounding = 16 * torch.finfo(factor.dtype).eps
     return bool((torch.linalg.vector_norm(factor.double(), dim=0) - 1).abs().amax() <= rounding)
+
+
+def _is_captured(program: Any) -> bool:
+    """Return True if a CUDA graph of the caller's has recorded a program or renormaliser.
+
+    The graph uses its buffers by their addresses, and nothing else keeps them.
+    """
+    return getattr(program, "captured", False)
 
 
 class NoNetworkWeights:

@@ -30,9 +30,13 @@ class Program(Protocol):
 
     Attributes:
         in_place: whether the weights are the same tensors at each build.
+        captured: whether a CUDA graph of the caller's has recorded the build, and goes on using its buffers.
     """
 
     in_place: bool
+
+    @property
+    def captured(self) -> bool: ...
 
     def build(self) -> list[Tensor]:
         """Return the weight of every layer."""
@@ -44,7 +48,7 @@ class Program(Protocol):
 class TorchProgram:
     """``Program`` in torch's operations, for layers of any kind with unit columns."""
 
-    in_place = False
+    in_place = captured = False  # a graph has its own memory for what is built here
 
     def __init__(self, layers: Sequence[CPLayer], dtype: torch.dtype) -> None:
         self.layers, self.dtype = layers, dtype

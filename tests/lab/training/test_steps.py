@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import statistics
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -193,6 +194,17 @@ def test_the_line_of_an_epoch_is_about_that_epoch(images: ImageSet) -> None:
         assert len(layer["lambdas"]) == 16
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+def test_a_smaller_last_batch_leaves_the_recorded_step_alone(images: ImageSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that torch trains is renormalised in the graph, whose table must outlive the second recording."""
+    monkeypatch.setattr(steps, "COMPILE_PREBUILT_FROM_STEPS", 0)
+    config = LOW_RANK.replace(rank=64, batch_size=48 * 64 - 37, epochs=4, optimizer="sgd", lr=0.05, precision="fp32")
+    eager, recorded = (Trainer(config, images, Options(compile=compile)) for compile in (False, True))
+    drive([(eager, None), (recorded, None)])
+    assert [line["loss"] for line in recorded.history] == pytest.approx([line["loss"] for line in eager.history], 0.05)
+
+
 class Replayed:
     """Stands for a recorded graph where there is no GPU: the step is taken again instead."""
 
@@ -229,6 +241,37 @@ def test_ways_to_take_a_step_without_a_gpu(
         assert run.step.sums[2] == 64
     assert counter.frame_count == 1
     assert not [record for record in caplog.records if record.name.startswith("cpnorm")]
+
+
+def test_a_second_recording_leaves_the_first_its_renormalizer(
+    images: ImageSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled layers and eager ones take inputs of different layouts, which tells programs of weights apart."""
+
+    class Recorded:
+        captured = True
+
+        def __call__(self) -> None:
+            pass
+
+    made: list[ref[Recorded]] = []
+
+    def make(*_: object) -> Recorded:
+        one = Recorded()
+        made.append(ref(one))
+        return one
+
+    monkeypatch.setattr("cpnorm.nn.prebuilt.make_renormalizer", make)
+    monkeypatch.setattr(steps, "COMPILE_PREBUILT_FROM_STEPS", 0)
+    monkeypatch.setattr(steps, "compiled_loss", lambda: torch.compile(batch_loss, backend="eager", dynamic=False))
+    monkeypatch.setattr(Step, "_recorded", lambda step, size, *_: Replayed(step, size))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    step = Trainer(LOW_RANK, images, Options(device="cpu")).step
+    step.captures = True
+    for size in (64, 40):
+        step._capture(size)
+    assert len(made) == 2
+    assert all(one() for one in made)
 
 
 def test_a_model_cut_in_two(images: ImageSet) -> None:
