@@ -111,6 +111,6 @@ def test_distinct_rows_are_counted_once() -> None:
     records = Records(runs={"cifar10/cp-sgd": close, "mnist/cp-sgd": far})
     text = code_protocol.agreement_sentence(records)
     assert text.startswith(
-        "With the settings of the authors' code, 2 of 34 distinct rows are measured so far; 1 of them agree with the "
+        "With the settings of the authors' code, 2 of 34 distinct rows are measured; 1 of them agree with the "
         "paper: 1 lie"
     )

@@ -295,10 +295,10 @@ def needs_power_method(records: Records) -> Claim:
         without = "No." if counts.below else "Not shown."
         answer = without if not counts.above else "Yes." if counts.above == counts.total else "Not always."
         explanation = (
-            f"Of {counts.total} comparisons, starting from the power method is significantly better than a random "
-            f"start in {counts.above}, worse in {counts.below}; in {counts.neither} the test shows no difference. "
+            f"Starting from the power method is significantly better than a random start in {counts.above} of "
+            f"{counts.total} tests, and worse in {counts.below}. "
             + " ".join(
-                f"{name}: {d.value:+.2f} points ({p_words(d.p)}).".replace("-", "−")
+                f"{name}: {d.value:+.2f} points ({p_words(d.p) or 'a single run'}).".replace("-", "−")
                 for (name, *_), d in zip(lines, differences, strict=True)
                 if d
             )

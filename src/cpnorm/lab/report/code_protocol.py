@@ -65,10 +65,11 @@ def agreement_sentence(coded: Records) -> str:
     """Say how many distinct rows agree with the paper."""
     found = agreement(coded)
     few = f" {clause}." if (clause := undecided(found)) else ""
+    rows = "all" if found.measured == found.rows else f"{found.measured} of"
     return (
-        f"With the settings of the authors' code, {found.measured} of {found.rows} distinct rows are measured so far; "
-        f"{found.agree} of them agree with the paper: {found.within} lie within one published standard deviation, the "
-        f"others show no significant difference after Holm's correction over all of them.{few}"
+        f"With the settings of the authors' code, {rows} {found.rows} distinct rows are measured; {found.agree} of "
+        f"them agree with the paper: {found.within} lie within one published standard deviation, the others show no "
+        f"significant difference after Holm's correction over all of them.{few}"
     )
 
 
