@@ -322,6 +322,17 @@ class TestClaims:
         claim = self.answers(records_of(tmp_path, lines("cifar10/cp-sgd", 88.3), cut))["compression"]
         assert claim.grid.rows[0][column - 1].text == "86.25"
 
+    def test_truncated_networks_against_whole_ones_in_other_forms(self, tmp_path):
+        whole = [lines("cifar10/weight-sgd", 87.0), lines("cifar10/none-sgd", 88.5)]
+        cut = from_networks(lines("compress-cifar10/50", 87.8, spread=0.2), 8)
+        claim = self.answers(records_of(tmp_path, cut, *whole))["better-cuts"]
+        assert claim.answer == "Sometimes, and sometimes the opposite."
+        assert "more accurate in 1 of 2 tests and less in 1" in claim.explanation
+        column = [column.name for column in claim.grid.columns].index("published")
+        assert [row[column].text for row in claim.grid.rows] == ["+0.41", "+0.73"]
+        single = self.answers(records_of(tmp_path, from_networks(cut, 1), *whole))["better-cuts"]
+        assert single.answer == "Not measured yet."
+
     def test_against_tai(self, tmp_path):
         groups = [from_networks(lines("tai/canonical-91", 83.9), 8), from_networks(lines("tai/low-rank-90", 83.0), 8)]
         claim = self.answers(records_of(tmp_path, *groups))["tai"]

@@ -261,7 +261,7 @@ class TestDocument:
         text = write_report(tmp_path, tmp_path / "r.html").read_text()
         parsed(text)
         assert "None of the paper&#39;s 34 distinct accuracies has been measured yet." in text
-        assert text.count("Not measured yet.") == 8 + 12  # eight claims, six questions under both protocols
+        assert text.count("Not measured yet.") == 9 + 14  # nine claims, seven questions under both protocols
         assert "not measured yet" in write_markdown(build(tmp_path), tmp_path / "README.md").read_text()
 
     def test_a_broken_line_writes_nothing(self, tmp_path):
@@ -333,7 +333,7 @@ def test_the_first_section_answers_for_both_protocols(results):
     assert re.match(
         r"[\w ]+\. \d+ of \d+ tests for it, \d+ against", answers["Does CP-normalisation converge faster?"][0]
     )
-    assert len(answers) == 6
+    assert len(answers) == 7
 
 
 def test_the_second_protocol_beside_the_first(results, tmp_path):

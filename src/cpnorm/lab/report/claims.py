@@ -10,7 +10,7 @@ from cpnorm.lab.paper import beyond
 from cpnorm.lab.paper import tables as paper
 from cpnorm.lab.paper.tables import Row
 from cpnorm.lab.report.comparison import LAST, NETWORKS, last_epochs, over_the_last, p_words, published_mean
-from cpnorm.lab.report.compression_claims import against_tai, compresses
+from cpnorm.lab.report.compression_claims import against_tai, compresses, cuts_beat_whole_networks
 from cpnorm.lab.report.document import Column, Grid, mean_sd, number, signed, words
 from cpnorm.lab.report.late_epochs import still_rises
 from cpnorm.lab.report.records import Records, Run
@@ -42,6 +42,7 @@ def claims(records: Records) -> list[Claim]:
         still_rises(records),
         needs_power_method(records),
         compresses(records),
+        cuts_beat_whole_networks(records),
         against_tai(records),
     ]
 
