@@ -51,7 +51,7 @@ def _divide_by_norms(factors: Sequence[Tensor]) -> bool:
     """
     if not factors:
         return True
-    squares = torch.cat([factor.square().sum(0) for factor in factors])
+    squares = torch.cat([_squares(factor) for factor in factors])
     if not squares.numel():
         return True
     low, high = torch.aminmax(squares)
@@ -60,3 +60,12 @@ def _divide_by_norms(factors: Sequence[Tensor]) -> bool:
     for factor, inverse in zip(factors, squares.rsqrt_().split([f.shape[1] for f in factors]), strict=True):
         factor.mul_(inverse)
     return True
+
+
+def _squares(factor: Tensor) -> Tensor:  # (d, R) -> (R,)
+    """Return the sum of squares of each column, block by block of rows: no large tensor is made."""
+    first, *others = factor.split(64)
+    squares = first.square()
+    for block in others:
+        squares[: len(block)].addcmul_(block, block)
+    return squares.sum(0)
