@@ -11,6 +11,7 @@ from torch import Tensor
 from cpnorm.cp.tensor import khatri_rao, split_modes
 from cpnorm.nn.canonical import CPLayer
 from cpnorm.nn.planner import weight_shape
+from cpnorm.nn.products import product
 
 
 def make_program(layers: Sequence[CPLayer], dtype: torch.dtype) -> Program:
@@ -69,8 +70,8 @@ class TorchProgram:
             one, two = (khatri_rao([scaled[m] for m in side]).to(self.dtype) for side in (left, right))
             sides = one, two
             order = (*left, *right)
-            product = (sides[0] @ sides[1].mT).reshape([modes[m] for m in order])
-            dense = product.permute([order.index(m) for m in range(len(modes))]).reshape(weight_shape(layer))
+            matrix = product(sides[0], sides[1].mT).reshape([modes[m] for m in order])
+            dense = matrix.permute([order.index(m) for m in range(len(modes))]).reshape(weight_shape(layer))
             last = layer._form.channels_last and dense.ndim == 4
             weights.append(dense.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format))
             self._sides.append(sides)
@@ -92,7 +93,7 @@ def _term_gradients(layer: CPLayer, sides: tuple[Tensor, Tensor], d_weight: Tens
     modes, factors = layer.modes, [f.detach() for f in layer.factors]
     split = split_modes(modes)
     matrix = d_weight.reshape(modes).permute((*split[0], *split[1])).reshape(len(sides[0]), len(sides[1]))
-    d_sides = matrix @ sides[1], matrix.mT @ sides[0]
+    d_sides = product(matrix, sides[1]), product(matrix.mT, sides[0])
     scales = layer.sigma * layer.lambdas
     d_factors: dict[int, Tensor] = {}
     for side, d_side in zip(split, d_sides, strict=True):
