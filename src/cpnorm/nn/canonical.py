@@ -187,6 +187,23 @@ class CPLayer(CanonicalTerms):
             return scales, factors
         return scales, [unit_columns(f) for f in self.factors]
 
+    def _trains_as_one_node(self, x: Tensor) -> bool:
+        """Return True if ``nn/factor_training.py`` can, and should, train the layer through its factors."""
+        renormalizer, dtype = self._form.renormalizer, self.lambdas.dtype
+        return (
+            renormalizer is not None
+            and x.device.type == self.lambdas.device.type == "cpu"
+            and x.dtype == dtype
+            and dtype in (torch.float32, torch.float64)
+            and self._fits_one_node(x)
+            and not torch.is_autocast_enabled("cpu")
+            and not torch.jit.is_tracing()
+            and renormalizer.is_unit(self)
+        )
+
+    def _fits_one_node(self, x: Tensor) -> bool:
+        return False
+
     def plan(self, input_shape: Sequence[int], *, training: bool | None = None, built: bool = False) -> Plan:
         """Return the planner's choice for an input of this shape, with the costs; it prints as a table."""
         return planner.plan(

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from cpnorm.nn import planner
 from cpnorm.nn.canonical import CPLayer
+from cpnorm.nn.factor_training import LEAST_RANK, MOST_POSITIONS, train_conv, train_linear
 from cpnorm.nn.planner import CONV_TRANSPOSE
 from cpnorm.nn.terms import CanonicalTerms
 
@@ -38,10 +39,15 @@ class CPLinear(CPLayer, nn.Linear):  # type: ignore[override]
         weight = self._dense_for(input)
         if weight is not None:
             return F.linear(input, weight, self.bias)
+        if self._trains_as_one_node(input):
+            return train_linear(input, self.sigma * self.lambdas, [*self.factors], self.bias)
         return planner.through_linear(input, *self._terms(), self.out_features, self.bias)
 
     def _fits(self, x: Tensor) -> bool:  # (..., I)
         return x.ndim > 0 and x.shape[-1] == self.in_features
+
+    def _fits_one_node(self, x: Tensor) -> bool:
+        return len(self.modes) == 2 and self.rank >= LEAST_RANK
 
 
 class _CPConv(CPLayer):
@@ -59,6 +65,9 @@ class _CPConv(CPLayer):
         weight = self._dense_for(batched)
         if weight is not None:
             return conv._conv_forward(input, weight, conv.bias)
+        if isinstance(self, CPConv2d) and self._trains_as_one_node(batched):
+            y = train_conv(batched, self.sigma * self.lambdas, [*self.factors], self)
+            return y if batched.ndim == input.ndim else y[0]
         padding: Any = conv.padding
         if conv.padding_mode != "zeros":
             batched = F.pad(batched, conv._reversed_padding_repeated_twice, mode=conv.padding_mode)
@@ -83,6 +92,10 @@ class CPConv2d(_CPConv, nn.Conv2d):  # type: ignore[override]
     """
 
     plain = nn.Conv2d
+
+    def _fits_one_node(self, x: Tensor) -> bool:
+        usual = self.groups == 1 and self.padding_mode == "zeros" and not isinstance(self.padding, str)
+        return usual and self.rank >= LEAST_RANK and x[:, 0].numel() <= MOST_POSITIONS
 
 
 class CPConv3d(_CPConv, nn.Conv3d):  # type: ignore[override]

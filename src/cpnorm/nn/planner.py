@@ -76,7 +76,7 @@ def through_conv(
     on_cpu = x.device.type == "cpu" and len(kernels) == 2 and groups == 1 and not traced and x.is_contiguous()
     batch, channels = x.shape[:2]
     if on_cpu and not isinstance(padding, str):  # rows of the kernel that meet nothing but padding: small images
-        pairs = [_overlap(*given) for given in zip(kernels, x.shape[2:], padding, dilation, strict=True)]
+        pairs = [overlap(*given) for given in zip(kernels, x.shape[2:], padding, dilation, strict=True)]
         kernels, padding = [kernel for kernel, _ in pairs], [rows for _, rows in pairs]
     scaled = all(len(kernel) == 1 for kernel in kernels) and (isinstance(padding, str) or not any(padding))
     if scaled and any(step > 1 for step in stride):
@@ -127,7 +127,7 @@ def weight_of_sides(layer: nn.Module, left: Tensor, right: Tensor) -> Tensor:
     return (left @ right[: k2 * inputs].mT).reshape(-1, k1, k2, inputs).permute(0, 3, 1, 2)
 
 
-def _overlap(kernel: Tensor, length: int, padding: int, dilation: int) -> tuple[Tensor, int]:  # (k, R)
+def overlap(kernel: Tensor, length: int, padding: int, dilation: int) -> tuple[Tensor, int]:  # (k, R)
     """Return the kernel and its padding; of one centred on a single pixel, the row that meets it."""
     alone = length == dilation == 1 and len(kernel) == 2 * padding + 1
     return (kernel[padding : padding + 1], 0) if alone else (kernel, padding)
