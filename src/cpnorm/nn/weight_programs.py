@@ -103,11 +103,11 @@ def _term_gradients(layer: CPLayer, sides: tuple[Tensor, Tensor], d_weight: Tens
     by_scale = (d_factors[0] * factors[0]).sum(0)
     radial = by_scale * scales
     left = set(split[0])
-    d_terms = [
-        torch.addcmul(d_factors[m] * scales if m in left else d_factors[m], f, radial, value=-1)
-        for m, f in enumerate(factors)
-    ]
-    return [(by_scale * layer.lambdas).sum(), by_scale * layer.sigma, *d_terms]
+    for m, f in enumerate(factors):
+        if m in left:
+            d_factors[m].mul_(scales)
+        d_factors[m].addcmul_(f, radial, value=-1)
+    return [(by_scale * layer.lambdas).sum(), by_scale * layer.sigma, *(d_factors[m] for m in range(len(modes)))]
 
 
 def _factor_gradients(d_side: Tensor, factors: Sequence[Tensor]) -> list[Tensor]:  # (d1 * d2 * ..., R), [(d_i, R)]
@@ -117,6 +117,8 @@ def _factor_gradients(d_side: Tensor, factors: Sequence[Tensor]) -> list[Tensor]
         return [d_side]
     others = khatri_rao(rest)
     parts = d_side.reshape(len(first), len(others), -1)
+    if parts.numel() <= 2**16:
+        return [(parts * others).sum(1), *_factor_gradients((parts * first[:, None]).sum(0), rest)]
     d_first, d_others = torch.zeros_like(first), torch.empty_like(others)
     for index, other in enumerate(others):  # a product of kernel lengths: few
         d_first.addcmul_(parts[:, index], other)
