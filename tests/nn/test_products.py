@@ -12,7 +12,7 @@ from cpnorm.nn import products
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (5, 64, 130), (96, 288, 96), (0, 4, 3), (4, 0, 3)])
 def test_products_by_one_dnn(shape: tuple[int, int, int], turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "ONE_DNN", True)
+    monkeypatch.setattr(products, "one_dnn_is_faster", lambda: True)
     monkeypatch.setattr(products, "LEAST_WORK", 1)
     monkeypatch.setattr(products, "LEAST_COLUMNS", 1)
     rows, terms, columns = shape
