@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-
 LEAST_WORK = 2**20  # multiplications, from which oneDNN's preparations pay
 LEAST_COLUMNS = 128  # of the right matrix, from which it pays to copy a transposed left one
 
