@@ -121,7 +121,7 @@ def _choose(
         seconds = timing()  # another capture may be under way
     best = smallest_of_fastest(seconds, {form: costs[form].parameters for form in seconds})
     if best == "dense":
-        return pick("dense", f"faster than {len(timed)} chains timed", seconds=seconds)
+        return pick("dense", f"faster than {len(timed)} chain{'s' * (len(timed) > 1)} timed", seconds=seconds)
     gains = NOISE * seconds[best] < seconds["dense"]
     reason = f"fastest of {len(seconds)} timed" if gains else "as fast as dense up to noise, and smaller"
     return pick(best, reason, seconds=seconds)

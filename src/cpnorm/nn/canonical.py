@@ -21,7 +21,11 @@ PATHS = ("auto", "rebuild", "factors")
 
 
 class CPLayer(CanonicalTerms):
-    """Base of the canonical layers: W = sigma * sum_r lambda_r * a_r/|a_r| o b_r/|b_r| o ... (equation 5)."""
+    """Base of the canonical layers: W = sigma * sum_r lambda_r * a_r/|a_r| o b_r/|b_r| o ... (equation 5).
+
+    The arguments of a canonical layer are those of the plain layer and, by name, ``rank`` (a number of terms, or
+    "exact") and ``init`` (as for ``canonical_norm``).
+    """
 
     @property
     def path(self) -> str:

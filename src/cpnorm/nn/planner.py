@@ -199,6 +199,16 @@ def plan(
 ) -> Plan:
     """Return the cheaper path for this layer, rank and input size: rebuild W, or contract through the factors.
 
+    Args:
+        layer: a linear or convolutional layer; only its settings are read.
+        input_shape: the shape of the layer's input, with its batch dimension.
+        rank: the number of terms.
+        modes: the shape in which the weight is decomposed; by default the weight's own.
+        training: count the backward pass as well.
+        device: the device to plan for.
+        itemsize: bytes of a number.
+        built: W has been built already, so that rebuilding it costs nothing.
+
     >>> print(plan(nn.Linear(4096, 1024), (64, 4096), rank=1024))
        rebuild     9126.81 MFLOP    76.81 MB
     -> factors      671.09 MFLOP    22.81 MB

@@ -69,8 +69,8 @@ def shrink(
 
     Args:
         model: any trained network; the report lists the layers that stay dense, with reasons.
-        data: a thousand typical inputs or so: a DataLoader of inputs or (inputs, targets), a tensor, or batches as
-            tensors, tuples or mappings of keyword arguments. Targets are used by ``metric`` only.
+        data: several hundred typical inputs or more: a DataLoader of inputs or (inputs, targets), a tensor, or batches
+            as tensors, tuples or mappings of keyword arguments. Targets are used by ``metric`` only.
         parameters: how many parameters the result may have: a share of the given model's (0.1), or a number.
         flops: how many FLOPs one pass over the example input may take: a share, or a number.
         latency_ms: milliseconds that one pass over the example input may take, measured on the model's device.
@@ -82,7 +82,7 @@ def shrink(
             ``cpnorm.distill``. Cuts that cost much gain most.
         finetune: a function that trains the canonical model in place.
         example_input: the input for which FLOPs and milliseconds are counted; by default the first sample of the data.
-        samples: the largest number of samples of the data to use.
+        samples: the largest number of samples of the data to calibrate with; raise it for strong cuts.
         skip: layers to leave alone: names, patterns such as "features.*", or types.
         together: under a budget of parameters or accuracy, let linear layers with the same input, such as query, key
             and value, share their input vectors. This takes fewer parameters for the same outputs, and more FLOPs. With
