@@ -216,7 +216,7 @@ def test_the_agreement_is_what_the_records_say() -> None:
     assert f"{text.within} of its {text.rows} distinct accuracies lie within one published deviation" in plain
     assert f"{text.apart} differ significantly ({text.apart_alone} if tested singly)" in plain
     assert code.measured == code.rows
-    assert f"{code.within} and {code.apart} ({code.apart_alone})." in plain
+    assert f"{code.within} lie within it, and {code.apart} differ ({code.apart_alone})." in plain
 
 
 def test_the_speeds_are_those_of_the_benchmarks() -> None:
