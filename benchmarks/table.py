@@ -34,6 +34,10 @@ on two quiet cores) and `make bench-gpu`. Every ratio was taken inside one run i
 tables show the median over the turns, with the smallest and the largest in brackets. If the load of a machine is above
 the number of threads of the benchmark, it was busy with other work: ratios are still meaningful then, times are
 not.
+
+*Captured* is recorded and replayed as a CUDA graph; *weights ahead* are those of all layers, built together before the
+forward pass. The *FLOPs' promise* is the speed-up that a network with fewer FLOPs would have if time were proportional
+to them. How often terms *cancel* is the sum of the squared norms of the terms over the squared norm of the weight.
 """
 
 
