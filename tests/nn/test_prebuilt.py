@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import cpnorm
+from cpnorm.nn.weight_programs import TorchProgram
 from laws import close, close_way
 
 X = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -395,6 +396,29 @@ def test_what_a_cuda_graph_has_recorded_is_kept(captured: bool, monkeypatch: pyt
     gc.collect()
     assert handle.weights._renormalizer is not recorded()
     assert (recorded() is not None) == captured
+
+
+def test_a_cuda_graph_builds_its_weights_at_each_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a forward pass that has built them without a step to follow, as a GradScaler may skip one."""
+    recording, builds, build = False, [], TorchProgram.build
+    monkeypatch.setattr("cpnorm.nn.prebuilt.is_recorded", lambda _: recording)
+    monkeypatch.setattr(TorchProgram, "build", lambda program: builds.append(recording) or build(program))
+    model = network()
+    cpnorm.renormalize_after(torch.optim.SGD(model.parameters(), lr=0.05), model)
+
+    def passes(count: int) -> list[bool]:
+        builds.clear()
+        sum(model(X).sum() for _ in range(count)).backward()
+        return list(builds)
+
+    assert passes(2) == [False]
+    assert passes(1) == []
+    recording = True
+    assert passes(2) == [True]  # one graph
+    assert passes(1) == [True]  # the next
+    recording = False
+    assert passes(2) == [False]  # nothing was computed so far
+    assert passes(1) == [False]  # replays may have changed the parameters
 
 
 def ready(model: nn.Module) -> list[bool]:

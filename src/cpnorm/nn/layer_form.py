@@ -93,6 +93,11 @@ class Form:
     input_shape: torch.Size | None = None
 
 
+def is_recorded(tensor: Tensor) -> bool:
+    """Return True if a CUDA graph is being captured: work on this tensor is recorded then, and done at each replay."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def autocast_kind(parameter: Tensor) -> str | None:
     """Return the kind of device whose autocast, if it is on, casts this parameter for a product; None if none does."""
     kind = parameter.device.type

@@ -8,6 +8,7 @@ one program over the whole network. In between, the network runs exactly as a pl
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.convert import canonical_layers, including_tied
-from cpnorm.nn.layer_form import Prebuilt, autocast_kind, version_of
+from cpnorm.nn.layer_form import Prebuilt, autocast_kind, is_recorded, version_of
 from cpnorm.nn.planner import weight_shape
 from cpnorm.nn.prebuilt_graph import Terms, WeightsGraph
 from cpnorm.nn.prebuilt_op import build_weights, number_of
@@ -72,6 +73,8 @@ class NetworkWeights:
         self._built: dict[Program, tuple[list[int], list[Tensor]]] = {}
         self._trained: list[int] = []  # layers in the programs, by index
         self._graph: WeightsGraph | None = None
+        self._node: Callable[[], Any] = lambda: None  # that of the last forward pass, if it is alive
+        self._recording = self._recorded = False  # a CUDA graph of the caller's: now, and ever
         self._begun = False  # a forward pass, for which weights are ready
         self._renormalizer: Any = None
         self._captured: list[Any] = []  # old programs and renormalisers, whose buffers CUDA graphs still use
@@ -231,15 +234,28 @@ class NetworkWeights:
             return
         program = self.program(self._dtype())
         graph = self._graph
+        self._distrust_built()
         if graph is None or not graph.serves(self, program):
             graph = WeightsGraph(self, program, [self._own[index] for index in self._trained])
-        self._graph = graph if program.in_place else None
+        self._graph, self._node = graph if program.in_place else None, weakref.ref(graph.node)
         self._begun = True
         for index, prebuilt in zip(self._trained, graph.begin(self, versions), strict=True):
             for form in self._forms[index]:
                 form.prebuilt = prebuilt
                 # Layers look at inputs of another kind: they may lie differently in memory.
                 form.ready = prebuilt if seen and self.by_plan else None
+
+    def _distrust_built(self) -> None:
+        """Have weights built again where a CUDA graph of the caller's is recorded, and once there is one.
+
+        It must build its weights at each replay, and computes nothing while it is recorded; replays change parameters
+        without a trace. Weights with which a backward pass has still to run stay as they are.
+        """
+        recording, self._recording = self._recording, is_recorded(self._sizes[0])
+        self._recorded |= self._recording
+        node = self._node()
+        if self._recording != recording or (self._recorded and (node is None or node.pending <= 0)):
+            self._built.clear()
 
     def _trace_build(self) -> None:
         """Have a compiler record the build as one operator; ``_after_forward`` takes the traced weights back."""
