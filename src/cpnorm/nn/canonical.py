@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cpnorm.cp.tensor import UnitTerms, dense_from_terms, unit_columns
 from cpnorm.nn import planner
-from cpnorm.nn.layer_form import Prebuilt, Renormalizer, version_of
+from cpnorm.nn.layer_form import Prebuilt, Renormalizer, is_recorded, version_of
 from cpnorm.nn.planner import Plan, weight_shape
 from cpnorm.nn.readonly import read_only
 from cpnorm.nn.terms import CanonicalTerms
@@ -40,9 +40,9 @@ class CPLayer(CanonicalTerms):
     def weight(self) -> Tensor:
         """The dense weight, rebuilt at each read; gradients flow through it.
 
-        In eval mode without gradients it is kept until a parameter changes. A change in place of ``parameter.data`` is
-        noticed at once on the CPU if it reaches the lambdas, else at the next call of ``train()`` or ``eval()``: change
-        the parameter itself under ``no_grad``.
+        In eval mode without gradients it is kept until a parameter changes; a CUDA graph builds its own at each replay.
+        A change in place of ``parameter.data`` is noticed at once on the CPU if it reaches the lambdas, else at the
+        next call of ``train()`` or ``eval()``: change the parameter itself under ``no_grad``.
 
         It is a result: writing to it raises a RuntimeError. A tensor assigned to it is decomposed, and a ValueError
         says so if the layer has too few terms to hold it exactly.
@@ -126,9 +126,10 @@ class CPLayer(CanonicalTerms):
     def _kept_is_valid(self, kept: Prebuilt) -> bool:
         """Return True if the weight kept in evaluation can be used here; forget it if a parameter has changed."""
         form = self._form
-        if form.path == "factors" or torch.jit.is_tracing():  # a traced program would hold it as a constant
-            return False
         current = self._term_parameters()
+        # A traced program would hold it as a constant, and a CUDA graph by its address, after it is forgotten here.
+        if form.path == "factors" or torch.jit.is_tracing() or is_recorded(current[1]):
+            return False
         if (
             all(map(is_, current, kept.parameters))
             and [*map(version_of, current), kept.tensors[0]._version] == kept.versions
@@ -160,6 +161,7 @@ class CPLayer(CanonicalTerms):
             or torch.is_grad_enabled()
             or torch.compiler.is_compiling()
             or torch.jit.is_tracing()
+            or is_recorded(self.lambdas)
             or type(self.lambdas) is not nn.Parameter
             or self.lambdas.is_inference()
             or (torch.distributed.is_available() and torch.distributed.is_initialized())  # FSDP changes them unseen

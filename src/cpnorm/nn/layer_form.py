@@ -46,8 +46,6 @@ class Prebuilt:
             return weight
         dtype = torch.get_autocast_dtype(kind)
         if self.cast is None or self.cast.dtype != dtype:
-            if weight.is_cuda and torch.cuda.is_current_stream_capturing():  # the graph would own the memory
-                return weight
             with torch.inference_mode(False), torch.no_grad():
                 self.cast = weight.to(dtype)
         return self.cast
