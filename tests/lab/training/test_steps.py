@@ -274,6 +274,28 @@ def test_a_second_recording_leaves_the_first_its_renormalizer(
     assert all(one() for one in made)
 
 
+def test_constant_weights_outlive_the_recording_that_reads_them(
+    images: ImageSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where sigma alone is trained; the step of a smaller last batch has weights of its own."""
+    made: list[list[ref[Tensor]]] = []
+
+    class Watched(PrebuiltWeights):
+        def __init__(self, paths: Any, *rest: Any) -> None:
+            super().__init__(dict.fromkeys(paths, "rebuild"), *rest)
+            made.append([ref(weight) for weight in self.constant.values()])
+
+    monkeypatch.setattr(steps, "PrebuiltWeights", Watched)
+    monkeypatch.setattr(Step, "_recorded", lambda step, size, *_: Replayed(step, size))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    step = Trainer(LOW_RANK.replace(trainable="sigma-bias"), images, Options(device="cpu")).step
+    step.captures = True
+    for size in (64, 40):
+        step._capture(size)
+    assert [len(weights) for weights in made] == 2 * [len(step.layers)]
+    assert all(weight() is not None for weights in made for weight in weights)
+
+
 def test_a_model_cut_in_two(images: ImageSet) -> None:
     """The same loss and gradients as in one piece, and one compilation of each part for all seeds."""
     counters = CompileCounter(), CompileCounter()

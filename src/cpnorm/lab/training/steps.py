@@ -88,6 +88,7 @@ class Step:
         self.captures = compile and self.on_gpu and world == 1
         self.kernels: list[cpnorm.FusedTrainStep] | None = None  # not asked for yet
         self.prebuilt: PrebuiltWeights | None = None  # while a captured step is recorded
+        self.recorded: list[PrebuiltWeights] = []  # whose tensors the graphs read
         self.test_prebuilt: PrebuiltWeights | None = None  # as it was recorded
         self.test_compiled = False
         self._stream = torch.cuda.Stream(self.device, priority=-1) if self.on_gpu else None
@@ -284,6 +285,8 @@ class Step:
                     # Gradients that do not exist yet are written, not added to, by the captured backward pass.
                     self.optimizer.zero_grad(set_to_none=True)
                     self.graphs[size] = self._recorded(size, loss, parts)
+                if self.prebuilt:
+                    self.recorded.append(self.prebuilt)
                 if whole:
                     self.mode, self.test_prebuilt = mode, self.prebuilt
                     tests = self.config.epochs * len(self.data.test_labels)
