@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from functools import partial
@@ -173,6 +174,84 @@ def test_optimizers_with_state_continue() -> None:
     fused.step()
     followed.step()
     expect_same_training(model, expected)
+
+
+def take(model: nn.Module, optimizer: torch.optim.Optimizer, fused: cpnorm.FusedTrainStep | None) -> None:
+    optimizer.zero_grad()
+    if fused:
+        fused.build()
+    model(images()).square().sum().backward()
+    if fused:
+        fused.step()
+    optimizer.step()
+    if not fused:
+        cpnorm.renormalize(model)
+
+
+@by_kernels
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_state_that_is_loaded_into_the_optimizer_is_used(optimizer: str) -> None:
+    """And the learning rates of its groups, which are other objects then."""
+    model, expected = network(), network()
+    followed, plain = (OPTIMIZERS[optimizer](m.parameters(), lr=0.001) for m in (model, expected))
+    fused = cpnorm.FusedTrainStep(layers_of(model), followed)
+    for each, its_optimizer, kernels in ((model, followed, fused), (expected, plain, None)):
+        take(each, its_optimizer, kernels)
+        state = copy.deepcopy(its_optimizer.state_dict())
+        for _ in range(3):
+            take(each, its_optimizer, kernels)
+        fused.release()
+        each.load_state_dict(network().state_dict())
+        its_optimizer.load_state_dict(state)
+        fused.refresh()
+        its_optimizer.param_groups[0]["lr"] = 0.003
+        take(each, its_optimizer, kernels)
+    expect_same_training(model, expected)
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        state, wanted = followed.state[one], plain.state[other]
+        torch.testing.assert_close(state, wanted, rtol=1e-3, atol=1e-3, check_device=False)  # Adam's steps
+
+
+@by_kernels
+def test_a_learning_rate_may_become_another_tensor() -> None:
+    model, expected = network(), network()
+    rates = [torch.tensor(rate, device=DEVICE) for rate in (0.001, 0.003)]
+    followed, plain = (torch.optim.SGD(m.parameters(), lr=0.001) for m in (model, expected))
+    fused = cpnorm.FusedTrainStep(layers_of(model), followed)
+    for rate in (*rates, 0.002):
+        followed.param_groups[0]["lr"], plain.param_groups[0]["lr"] = rate, float(rate)
+        take(model, followed, fused)
+        take(expected, plain, None)
+    expect_same_training(model, expected)
+
+
+@by_kernels
+def test_schedulers_may_change_the_momentum() -> None:
+    model, expected = network(), network()
+    followed, plain = (torch.optim.SGD(m.parameters(), lr=0.002, momentum=0.9) for m in (model, expected))
+    fused = cpnorm.FusedTrainStep(layers_of(model), followed)
+    for each, optimizer, kernels in ((model, followed, fused), (expected, plain, None)):
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.002, total_steps=6)
+        for _ in range(3):
+            take(each, optimizer, kernels)
+            scheduler.step()
+    expect_same_training(model, expected)
+
+
+@by_kernels
+def test_a_truncation_between_two_steps() -> None:
+    """It puts the terms, and the optimizer's state of them, into other memory."""
+    model, expected = network(), network()
+    followed, plain = (torch.optim.SGD(m.parameters(), lr=0.002, momentum=0.9) for m in (model, expected))
+    fused = cpnorm.FusedTrainStep(layers_of(model), followed)
+    for each, optimizer, kernels in ((model, followed, fused), (expected, plain, None)):
+        take(each, optimizer, kernels)
+        for rank in (5, 4):
+            cpnorm.truncate(each, ranks=rank, optimizer=optimizer)
+        take(each, optimizer, kernels)
+    for got, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        assert got.shape == wanted.shape
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-4)
 
 
 @by_kernels

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
+from operator import is_
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cpnorm._checks import check_type
 from cpnorm.gpu.fused_launch import has_triton, kernels_supported
-from cpnorm.gpu.optimizer_rules import optimizer_rule
+from cpnorm.gpu.optimizer_rules import optimizer_rule, rule_settings
 from cpnorm.nn.canonical import CPLayer
+from cpnorm.nn.layer_form import is_recorded
 from cpnorm.nn.layers import CPConv2d, CPLinear
+
+if TYPE_CHECKING:
+    from cpnorm.gpu.train_step import FusedUpdate
 
 LONGEST = 16  # rows of a convolution kernel's factors: the GPU kernels are unrolled over them
 ROUNDING = 1e-3  # columns whose norm differs from 1 by less count as unit
@@ -44,13 +51,14 @@ class FusedTrainStep:
 
     Around each forward and backward pass of the model, call ``build()`` and ``step()``. The optimizer's own step then
     trains all other parameters; those of these layers have no gradient. Nothing else may change the terms in between,
-    unless ``refresh()`` is called afterwards.
+    unless ``refresh()`` is called afterwards. Terms in other memory, as after ``truncate``, and state that was loaded
+    into the optimizer are noticed.
 
     Args:
         layers: layers that this class ``supports``. Layers that are tied to others, or called more than once in a
             forward pass, have several gradients and must be left out.
         optimizer: an SGD, RMSprop, Adam or AdamW that holds the terms of the layers, with the same settings in all
-            groups but for learning rates. In a CUDA graph a learning rate can only change if it is a tensor.
+            groups but for learning rates. Schedulers may change them; in a CUDA graph, learning rates that are tensors.
         dtype: the dtype of the weights, float32 or bfloat16.
         renormalize: make all vectors unit vectors after each step; they must be so at the start (see
             ``cpnorm.renormalize``). If False, vectors of any length are trained, and W is built from their directions.
@@ -79,28 +87,54 @@ class FusedTrainStep:
         renormalize: bool = True,
     ) -> None:
         check_type(optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
-        rule = optimizer_rule(optimizer)
-        if rule is None:
-            raise ValueError(
-                "optimizer: expected an SGD, RMSprop, Adam or AdamW without nesterov, dampening, maximize, amsgrad or "
-                f"centered, and with equal settings in all groups, got {optimizer}"
-            )
+        self._optimizer, self._dtype = optimizer, dtype
+        self._settings = _settings(optimizer)
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"dtype: expected torch.float32 or torch.bfloat16, got {dtype}")
         if not layers:
             raise ValueError("layers: expected at least one layer, got none")
-        for layer in layers:
+        self.layers, self.renormalize = list(layers), renormalize
+        self._captured: list[FusedUpdate] = []  # old ones, whose buffers CUDA graphs still use
+        self._recorded = False
+        self._make()
+
+    def _make(self) -> None:
+        """Tell the kernels where the terms and the state of the optimizer are."""
+        for layer in self.layers:
             check_type(layer, CPLayer, "canonical layers")
             if not self.supports(layer):
                 raise ValueError(f"layers: expected layers that FusedTrainStep.supports, got {layer}")
-            if renormalize and not all(_is_unit(factor) for factor in layer.factors):
+            if self.renormalize and not all(_is_unit(factor) for factor in layer.factors):
                 raise ValueError(f"layers: expected unit columns, got others in {layer}: call cpnorm.renormalize first")
         from cpnorm.gpu.train_step import FusedUpdate
 
-        self.layers, self.renormalize = list(layers), renormalize
-        terms = [layer.canonical_parameters() for layer in layers]
-        self._update = FusedUpdate(terms, dtype, rule, free=not renormalize)
-        self.refresh()
+        terms = [layer.canonical_parameters() for layer in self.layers]
+        rule = optimizer_rule(self._optimizer)
+        assert rule is not None
+        self._update = FusedUpdate(terms, self._dtype, rule, free=not self.renormalize)
+        self._settings, self._memory = _settings(self._optimizer), self._memory_now()
+        self._update.multiply()
+
+    def _memory_now(self) -> tuple[list[int], list[Any]]:
+        """Return the ranks and where the terms are, and what holds the optimizer's state and learning rates."""
+        groups = self._optimizer.param_groups
+        rates = [group["lr"] for group in groups if isinstance(group["lr"], Tensor)]
+        places = [layer.rank for layer in self.layers]
+        places += [parameter.data_ptr() for layer in self.layers for parameter in layer._term_parameters()]
+        return places, [self._optimizer.state, groups, *rates]
+
+    def _follow(self) -> None:
+        """Notice terms in other memory, as after a truncation, and another state or other settings of the optimizer."""
+        self._recorded = self._recorded or is_recorded(self.layers[0].lambdas)
+        settings, (places, objects) = _settings(self._optimizer), self._memory_now()
+        same = places == self._memory[0] and len(objects) == len(self._memory[1])
+        same = same and bool(settings.get("beta1")) == bool(self._settings.get("beta1"))  # means of gradients are kept
+        if not (same and all(map(is_, objects, self._memory[1]))):
+            if self._recorded:
+                self._captured.append(self._update)
+            self._make()
+        elif settings != self._settings:
+            self._update.rule, self._settings = replace(self._update.rule, **settings), settings
 
     @staticmethod
     def supports(layer: CPLayer) -> bool:
@@ -114,6 +148,7 @@ class FusedTrainStep:
 
     def refresh(self) -> None:
         """Read the terms again, after something other than ``step`` has changed them."""
+        self._follow()
         self._update.multiply()
 
     def build(self, *, through_factors: Collection[CPLayer] = ()) -> None:
@@ -123,6 +158,7 @@ class FusedTrainStep:
         two products, a convolution of 1 x k2 and one of k1 x 1. That takes less time where the rank is low. Grouped
         convolutions, and those that pad with anything but zeros, get their weight all the same.
         """
+        self._follow()
         for index, layer in enumerate(self.layers):
             low_rank = layer in through_factors and runs_through_sides(layer)
             built = self._update.sides[index] if low_rank else (self._update.weight(index),)
@@ -130,6 +166,7 @@ class FusedTrainStep:
 
     def step(self) -> None:
         """Take the optimizer's step on all terms from the gradients of the weights, and renormalise."""
+        self._follow()
         self._update.rule.copy_rates()
         sides = []
         for index, layer in enumerate(self.layers):
@@ -147,6 +184,16 @@ class FusedTrainStep:
         """Let the layers build their weights by themselves again."""
         for layer in self.layers:
             layer.prebuilt = None
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    settings = rule_settings(optimizer)
+    if settings is None:
+        raise ValueError(
+            "optimizer: expected an SGD, RMSprop, Adam or AdamW without nesterov, dampening, maximize, amsgrad or "
+            f"centered, and with equal settings in all groups, got {optimizer}"
+        )
+    return settings
 
 
 @torch.no_grad()

@@ -39,12 +39,8 @@ class Rule:
             rate.fill_(group["lr"])
 
 
-def optimizer_rule(optimizer: torch.optim.Optimizer) -> Rule | None:
-    """Return the rule of an SGD, RMSprop, Adam or AdamW, or None if the kernels do not implement the optimizer.
-
-    State that the optimizer has not made yet is made at the first use of ``Rule.slots``, as it would make it.
-    """
-    names: tuple[str | None, str | None]  # of the state: mean of gradients, mean of their squares
+def rule_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """Return the numbers of an optimizer's rule as they are now, or None if the kernels do not implement it."""
     groups: list[dict[str, Any]] = optimizer.param_groups
     settings_of = [{key: group.get(key) for key in (*SETTINGS, *VARIANTS)} for group in groups]
     first: dict[str, Any] = settings_of[0]
@@ -52,21 +48,32 @@ def optimizer_rule(optimizer: torch.optim.Optimizer) -> Rule | None:
         return None
     settings: dict[str, Any] = {"decay": first["weight_decay"]}
     if isinstance(optimizer, torch.optim.SGD):
-        names = ("momentum_buffer" if first["momentum"] else None, None)
-        settings |= {"beta1": first["momentum"]}
-    elif isinstance(optimizer, torch.optim.RMSprop) and not first["momentum"]:
-        names = (None, "square_avg")
-        settings |= {"beta2": first["alpha"], "eps": first["eps"]}
-    elif isinstance(optimizer, torch.optim.Adam):  # AdamW is one
-        names = ("exp_avg", "exp_avg_sq")
+        return settings | {"beta1": first["momentum"]}
+    if isinstance(optimizer, torch.optim.RMSprop) and not first["momentum"]:
+        return settings | {"beta2": first["alpha"], "eps": first["eps"]}
+    if isinstance(optimizer, torch.optim.Adam):  # AdamW is one
         beta1, beta2 = first["betas"]
         settings |= {"decoupled": first["decoupled_weight_decay"], "eps": first["eps"]}
-        settings |= {"beta1": beta1, "rest1": 1 - beta1, "beta2": beta2, "corrected": True}
-    else:
+        return settings | {"beta1": beta1, "rest1": 1 - beta1, "beta2": beta2, "corrected": True}
+    return None
+
+
+def optimizer_rule(optimizer: torch.optim.Optimizer) -> Rule | None:
+    """Return the rule of an SGD, RMSprop, Adam or AdamW, or None if the kernels do not implement the optimizer.
+
+    State that the optimizer has not made yet is made at the first use of ``Rule.slots``, as it would make it.
+    """
+    settings = rule_settings(optimizer)
+    if settings is None:
         return None
+    names: tuple[str | None, str | None]  # of the state: mean of gradients, mean of their squares
+    if "corrected" in settings:
+        names = ("exp_avg", "exp_avg_sq")
+    else:
+        names = ("momentum_buffer" if settings.get("beta1") else None, "square_avg" if "beta2" in settings else None)
     rates: dict[Tensor, Tensor] = {}
     copied = []
-    for group in groups:
+    for group in optimizer.param_groups:
         rate = group["lr"]
         if not isinstance(rate, Tensor):
             rate = torch.tensor(float(rate), device=group["params"][0].device)
@@ -81,6 +88,9 @@ def optimizer_rule(optimizer: torch.optim.Optimizer) -> Rule | None:
         if "beta2" in settings and "step" not in state:
             state["step"] = torch.zeros((), device=parameter.device)
         one, two = (None if name is None else state[name] for name in names)
-        return one, two, rates[parameter], state["step"] if settings.get("corrected") else None
+        steps = None
+        if "corrected" in settings:  # Adam counts on the CPU by default
+            steps = state["step"] = state["step"].to(parameter.device, torch.float32)
+        return one, two, rates[parameter], steps
 
     return Rule(slots, **settings, copied_rates=copied)
