@@ -255,6 +255,32 @@ def test_a_truncation_between_two_steps() -> None:
 
 
 @by_kernels
+def test_an_evaluation_after_a_step_has_its_weights() -> None:
+    model, x = network(), images()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    fused = cpnorm.FusedTrainStep(layers_of(model), optimizer)
+    take(model, optimizer, fused)
+    with torch.no_grad():
+        found = model.eval()(x)
+        torch.testing.assert_close(found, copy.deepcopy(model)(x), rtol=1e-4, atol=1e-5)
+    take(model.train(), optimizer, fused)  # a kept weight is not in the way
+
+
+@by_kernels
+def test_a_step_without_all_gradients_changes_nothing() -> None:
+    model, x = network(), images()
+    fused = cpnorm.FusedTrainStep(layers_of(model), torch.optim.SGD(model.parameters(), lr=0.1))
+    with torch.no_grad():
+        expected = model(x)
+    fused.build()
+    model[:4](x).square().sum().backward()
+    with pytest.raises(RuntimeError, match="no gradient for the weight"):
+        fused.step()
+    fused.build()
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+
+
+@by_kernels
 def test_wrong_arguments_are_named() -> None:
     model = network()
     layers, optimizer = layers_of(model), torch.optim.SGD(model.parameters(), lr=0.1)

@@ -14,7 +14,7 @@ from cpnorm._checks import check_type
 from cpnorm.gpu.fused_launch import has_triton, kernels_supported
 from cpnorm.gpu.optimizer_rules import optimizer_rule, rule_settings
 from cpnorm.nn.canonical import CPLayer
-from cpnorm.nn.layer_form import is_recorded
+from cpnorm.nn.layer_form import Prebuilt, is_recorded
 from cpnorm.nn.layers import CPConv2d, CPLinear
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ class FusedTrainStep:
         if not layers:
             raise ValueError("layers: expected at least one layer, got none")
         self.layers, self.renormalize = list(layers), renormalize
+        self._used: list[Prebuilt | None] = []  # weights of the last step, which a stream beside it may still read
         self._captured: list[FusedUpdate] = []  # old ones, whose buffers CUDA graphs still use
         self._recorded = False
         self._make()
@@ -159,6 +160,7 @@ class FusedTrainStep:
         convolutions, and those that pad with anything but zeros, get their weight all the same.
         """
         self._follow()
+        self._used.clear()
         for index, layer in enumerate(self.layers):
             low_rank = layer in through_factors and runs_through_sides(layer)
             built = self._update.sides[index] if low_rank else (self._update.weight(index),)
@@ -168,20 +170,27 @@ class FusedTrainStep:
         """Take the optimizer's step on all terms from the gradients of the weights, and renormalise."""
         self._follow()
         self._update.rule.copy_rates()
-        sides = []
-        for index, layer in enumerate(self.layers):
+        found = []
+        for layer in self.layers:
             tensors = layer.prebuilt.tensors if layer.prebuilt is not None else ()
-            gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
-            if not gradients:
+            found.append([tensor.grad for tensor in tensors if tensor.grad is not None])
+            if not found[-1]:
                 raise RuntimeError(
                     f"no gradient for the weight of {layer}: call build(), a forward and a backward pass"
                 )
-            first, *rest = gradients
+        sides = []
+        for index, (first, *rest) in enumerate(found):
             sides.append((first, rest[0]) if rest else self._update.side_gradients(index, first))
         self._update.train(sides)
+        self._used += [layer.prebuilt for layer in self.layers]
+        self._forget()
 
     def release(self) -> None:
         """Let the layers build their weights by themselves again."""
+        self._forget()
+        self._used.clear()
+
+    def _forget(self) -> None:
         for layer in self.layers:
             layer.prebuilt = None
 

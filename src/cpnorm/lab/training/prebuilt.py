@@ -182,6 +182,8 @@ class PrebuiltWeights:
 
     def release(self) -> None:
         """Let the layers build their own weights again."""
-        for layer in (*(layer for group in self.trained for layer in group.layers), *self.others):
+        for group in self.trained:
+            group.release()
+        for layer in self.others:
             layer.prebuilt = None
         self.weights.clear()
