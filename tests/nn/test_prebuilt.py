@@ -443,6 +443,29 @@ def test_weights_are_ready_during_a_forward_pass_only() -> None:
     assert not any(seen[-1])
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_interrupted_forward_pass_leaves_no_weights(alone: bool) -> None:
+    """As in a notebook, where other parameters are loaded and evaluated next; torch calls no hook then."""
+    model = network()
+    cpnorm.renormalize_after(torch.optim.SGD(model.parameters(), lr=0.05), model)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        model(X)
+    with model.twice.register_forward_hook(interrupt), pytest.raises(KeyboardInterrupt):
+        model(X)
+    assert any(ready(model))
+    model.load_state_dict({key: 2 * value for key, value in model.state_dict().items()})
+    if alone:
+        model.eval()
+    found, expected = (each.features if alone else each for each in (model, copy.deepcopy(model)))
+    with torch.no_grad():
+        close(found(X), expected(X), 1e-5)
+    assert not any(ready(model))
+
+
 def test_a_functional_call_inside_a_forward_pass() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:

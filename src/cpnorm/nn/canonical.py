@@ -96,6 +96,7 @@ class CPLayer(CanonicalTerms):
         prebuilt = self._form.prebuilt
         if prebuilt is not None and prebuilt.versions is not None:
             self._form.prebuilt = None
+        self._form.ready = None
         return super().train(mode)
 
     def valid_prebuilt(self) -> tuple[Tensor, ...] | None:

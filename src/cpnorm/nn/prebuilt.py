@@ -213,7 +213,10 @@ class NetworkWeights:
         """Build the weights: the forward pre-hook, which may also be called without arguments before a step."""
         if torch.compiler.is_compiling():
             self._trace_build()
-        elif model is None:
+            return
+        if self._begun:  # a KeyboardInterrupt ended that forward pass, and torch called no hook
+            self._after_forward()
+        if model is None:
             self._build(None)
         elif torch.is_grad_enabled():  # without gradients, layers build their own weights, and keep them
             self._build([(x.shape, x.stride()) for x in (*args, *(kwargs or {}).values()) if type(x) is Tensor])
