@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from cpnorm.deploy.costs import FormCost, form_cost
 from cpnorm.deploy.forms import ALIGNED, chain, forms_of
+from cpnorm.deploy.pointwise import Known, dilate, faster_dilated
 from cpnorm.deploy.rewrite import LAYOUTS, has_layouts, with_layout
-from cpnorm.deploy.timing import fastest
+from cpnorm.deploy.timing import NOISE, fastest
 from cpnorm.deploy.tracing import Call, Trace
 from cpnorm.nn.canonical import CPLayer
 
 Goal = Literal["time", "parameters"]
 
-NOISE = 1.05  # times within this factor count as equal: the candidate with fewer parameters is taken
 HOPELESS = 2.0  # a chain modelled at more than this multiple of the cheapest is not timed
 MOST_TIMED = 4  # chains of a layer, the cheapest by the model
 LAYER_SECONDS = {"cpu": 0.5, "cuda": 0.05}  # spent on the rounds of one layer, at most
@@ -54,6 +54,7 @@ def choose_layers(
     goal: Goal,
     channels_last: bool,
     cuda_graph: bool,
+    pointwise: Known,
 ) -> dict[str, LayerForm]:
     """Return the form of each layer; layers with the same settings, rank and calls are compared once."""
     compared: dict[Hashable, LayerForm] = {}
@@ -65,7 +66,7 @@ def choose_layers(
         if key not in compared:
             dense, most = trace.dense.get_submodule(name), MOST_TIMED if time.monotonic() < patient_until else 1
             compared[key] = _choose(
-                layer, dense, calls, asked.get(name), measure, goal, channels_last, cuda_graph, most
+                layer, dense, calls, asked.get(name), measure, goal, channels_last, cuda_graph, pointwise, most
             )
         chosen[name] = compared[key]
     return chosen
@@ -80,6 +81,7 @@ def _choose(
     goal: Goal,
     channels_last: bool,
     cuda_graph: bool,
+    pointwise: Known,
     most: int,
 ) -> LayerForm:
     obstacle = next((call.obstacle for call in calls if call.obstacle), "")
@@ -112,6 +114,9 @@ def _choose(
     candidates |= {form: with_layout(chain(layer, form).eval(), last) for form in timed}
     inputs = [call.random_input(layer.lambdas.device, layout) for call in calls]
     runs = {form: partial(_run_all, candidate, inputs) for form, candidate in candidates.items()}
+    for form, candidate in candidates.items():
+        for name in faster_dilated(candidate, runs[form], pointwise):
+            dilate(candidate.get_submodule(name))
     timing = partial(fastest, runs, layer.lambdas.device, enough_seconds=LAYER_SECONDS[device])
     try:
         seconds = timing(cuda_graph=cuda_graph)

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from cpnorm.deploy.forms import chain
+from cpnorm.deploy.pointwise import dilate, is_pointwise
 from cpnorm.deploy.tracing import Part, Trace, count_places, has_hooks
 from cpnorm.nn.canonical import CPLayer, tie_key
 from cpnorm.nn.convert import canonical_layers, fold
@@ -33,9 +34,10 @@ class Rewrites:
     swaps: tuple[tuple[str, str], ...] = ()  # a ReLU and the max pooling after it, which leaves it fewer numbers
     in_place: tuple[str, ...] = ()  # ReLUs whose input has no other reader
     dropouts: tuple[str, ...] = ()  # they do nothing in eval mode, and each call takes its time
+    dilated: tuple[str, ...] = ()  # 1x1 convolutions, also those of chains, which oneDNN runs with a dilation
 
     def __bool__(self) -> bool:
-        return bool(self.norms or self.swaps or self.in_place or self.dropouts)
+        return bool(self.norms or self.swaps or self.in_place or self.dropouts or self.dilated)
 
     def without_swaps_of(self, names: Collection[str]) -> Rewrites:
         """Leave out swaps with modules that are not called any more."""
@@ -72,6 +74,10 @@ class Rewrites:
             for module in own(name):
                 if not module.training:
                     model.set_submodule(name, nn.Identity().eval())
+        steps = dict(model.named_modules()) if self.dilated else {}
+        for name in self.dilated:  # chains of another form may lack them
+            for module in own(name) if name in steps and is_pointwise(steps[name]) else ():
+                dilate(module)
 
 
 NO_REWRITES = Rewrites()

@@ -11,6 +11,7 @@ import torch
 
 Key = TypeVar("Key", bound=Hashable)
 
+NOISE = 1.05  # times within this factor count as equal
 LEAST_ROUNDS, CALM_ROUNDS = 3, 5
 LEAST_SECONDS, ENOUGH_SECONDS = 0.03, 0.5  # of one comparison: short runs take many rounds, which costs little
 HOPELESS = 2.0  # a run at more than this multiple of the fastest is timed no further

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from cpnorm._checks import check_model, check_type
 from cpnorm.cp.tensor import CPTensor
 from cpnorm.deploy.forms import chain, dense_form, forms_of
+from cpnorm.deploy.pointwise import dilate, is_dilated, is_pointwise
 from cpnorm.deploy.rewrite import is_channels_last, output_layer, tagged, with_layout
 from cpnorm.gpu.fused_blocks import FusedBlock, FusedEpilogue, FusedInput
 from cpnorm.io.fileformat import Content, StoredForm, StoredLayer, checksum, join, opened, read_content, write
@@ -71,7 +72,8 @@ def save(model: nn.Module, path: PathLike, *, metadata: Mapping[str, Any] | None
         }
         forms = {name: _stored_form(module) for name, module in modules.items() if "cpnorm_form" in module.__dict__}
         last = any(is_channels_last(module) for module in modules.values())
-        write(Path(path), inner.state_dict(), layers, forms, last, metadata)
+        dilated = [name for name, module in modules.items() if is_dilated(module)]
+        write(Path(path), inner.state_dict(), layers, forms, last, dilated, metadata)
 
 
 def load(path: PathLike, model: Module) -> Module:
@@ -102,6 +104,9 @@ def load(path: PathLike, model: Module) -> Module:
                 raise
         _take_form(content, tensors, target)
         _take_values(content, tensors, target, [module for module, *_ in undo])
+        for name, module in target.named_modules():
+            if name in content.dilated and is_pointwise(module):
+                dilate(module)
     return model
 
 

@@ -13,7 +13,7 @@ import os
 import secrets
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -69,6 +69,7 @@ class Content:
     metadata: dict[str, Any] = field(default_factory=dict)
     forms: dict[str, StoredForm] = field(default_factory=dict)
     channels_last: bool = False
+    dilated: tuple[str, ...] = ()  # 1x1 convolutions that ``factorize`` gave a dilation, which makes them faster
     checksum: str | None = None  # of the tensors
 
     def source(self, key: str) -> str:
@@ -90,6 +91,7 @@ def write(
     layers: Mapping[str, StoredLayer],
     forms: Mapping[str, StoredForm],
     channels_last: bool,
+    dilated: Sequence[str],
     metadata: Mapping[str, Any] | None,
 ) -> None:
     """Write a draft in the same folder, flush it to the disk, then rename it, so that ``path`` is always complete."""
@@ -102,6 +104,7 @@ def write(
     header |= {"metadata": dict(metadata or {}), "checksum": checksum(tensors)}
     if forms:
         header |= {"forms": {name: asdict(form) for name, form in forms.items()}, "channels_last": channels_last}
+        header |= {"dilated": list(dilated)} if dilated else {}
     try:
         header["header_checksum"] = _header_checksum(header, {key: tuple(t.shape) for key, t in tensors.items()})
         text = json.dumps(header, allow_nan=False)
@@ -230,12 +233,14 @@ def read_content(path: Path, reader: Any) -> Content:
             require((entry.get("modes"), entry.get("rank")) == has, f"modes and rank of {name} are really {has}")
             layers[name] = replace(layers[name], kind=entry["kind"], path=entry["path"])
         forms = {name: _form_in(name, entry, require) for name, entry in header.get("forms", {}).items()}
+        dilated = header.get("dilated", [])
+        require(isinstance(dilated, list) and all(isinstance(n, str) for n in dilated), "dilated is no list of names")
         check = header.get("checksum")
         require(check is None or isinstance(check, str), "its checksum is not a string")
     except (ValueError, RecursionError, AttributeError) as error:
         raise ValueError(f"the header of {path} cannot be trusted: {error}") from error
     last = header.get("channels_last") is True
-    return Content(path, shapes, header["tied"], layers, header["metadata"], forms, last, check)
+    return Content(path, shapes, header["tied"], layers, header["metadata"], forms, last, tuple(dilated), check)
 
 
 def _form_in(name: str, entry: Any, require: Callable[[object, str], None]) -> StoredForm:
