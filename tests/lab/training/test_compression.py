@@ -153,6 +153,14 @@ def test_held_out_images_do_not_choose(canonical: Path, digits: ImageSet, monkey
     assert len(held) == 40
 
 
+@pytest.mark.parametrize("refit", ["outputs", "calibrated"])
+def test_a_refit_to_data_gets_images(refit: str, canonical: Path, digits: ImageSet) -> None:
+    cut = Truncation(params=20_000, refit=refit)
+    report = compression.truncate_network(trained_network(RunFolder(canonical)), cut, digits, CONFIG)
+    assert report is not None
+    assert report["parameters_after"] <= 20_000
+
+
 def test_low_rank_form_of_a_plain_network(plain: Path, digits: ImageSet, tmp_path: Path) -> None:
     ranks = {"features.2": 5}
     config = CONFIG.replace(norm="tai", rank=ranks)

@@ -105,7 +105,10 @@ def compress(
         str, typer.Option(help="how terms are ranked: lambda, gram or taylor", rich_help_panel=CUT)
     ] = "lambda",
     refit: Annotated[
-        str, typer.Option(help="how kept terms are refitted: none, lambdas, als or outputs", rich_help_panel=CUT)
+        str,
+        typer.Option(
+            help="how kept terms are refitted: none, lambdas, als, outputs or calibrated", rich_help_panel=CUT
+        ),
     ] = "none",
     images: Annotated[
         int, typer.Option(min=0, help="training images that the truncation may use", rich_help_panel=CUT)

@@ -114,7 +114,9 @@ def truncate_network(model: nn.Module, truncation: Truncation, data: ImageSet, c
     if config.validation:  # images held out for choosing must not take part
         rest, *_ = data.split_validation(config.validation, config.seed)
         images, labels = rest.train_images, rest.train_labels
-    needed = truncation.criterion == "taylor" or truncation.refit == "outputs" or truncation.loss is not None
+    needed = (
+        truncation.criterion == "taylor" or truncation.refit in ("outputs", "calibrated") or truncation.loss is not None
+    )
     count = truncation.images or CALIBRATION_IMAGES * needed
     first = normalize(images[:BATCH].to(device), data.mean, data.std)
     if truncation.tai_ranks is not None:
