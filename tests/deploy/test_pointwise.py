@@ -170,10 +170,3 @@ def test_a_file_keeps_dilations(timed: list[Tensor], tmp_path: Path) -> None:
         loaded = load(tmp_path / "small.safetensors", target)
         assert dilated_in(loaded) == dilated_in(small) == ["one", "wide.into", "wide.out"]
         close(loaded(x), small(x), 1e-6)
-
-
-def test_small_maps_by_the_clock() -> None:
-    """Torch runs dilations of small maps itself, several times as slowly."""
-    conv = nn.Conv2d(128, 128, 1)
-    with torch.inference_mode():
-        assert not faster_dilated(conv, partial(conv, torch.randn(1, 128, 4, 4)), {})

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
-import weakref
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import cpnorm
-from cpnorm.nn.weight_programs import TorchProgram
 from laws import close, close_way
 
 X = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -371,54 +368,6 @@ def test_outputs_lie_in_memory_as_the_plain_networks_do(layout: torch.memory_for
                 expected, got = plain.train(mode)(x), model.train(mode)(x)
             close(got.detach(), expected.detach(), 1e-5)
             assert got.stride() == expected.stride()
-
-
-@pytest.mark.parametrize("captured", [False, True])
-def test_what_a_cuda_graph_has_recorded_is_kept(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph uses buffers by their addresses: they must outlive a change of the inputs' layout."""
-
-    class Recorded:
-        def __init__(self, *_: object) -> None:
-            self.captured = captured
-
-        def __call__(self) -> None:
-            pass
-
-    monkeypatch.setattr("cpnorm.nn.prebuilt.make_renormalizer", Recorded)
-    model = network()
-    handle = cpnorm.renormalize_after(torch.optim.SGD(model.parameters(), lr=0.05), model)
-    handle.weights.renormalize()
-    recorded = weakref.ref(handle.weights._renormalizer)
-    model(X)
-    model(X.contiguous(memory_format=torch.channels_last))
-    model(X)  # knows the layout of the inputs before
-    handle.weights.renormalize()
-    gc.collect()
-    assert handle.weights._renormalizer is not recorded()
-    assert (recorded() is not None) == captured
-
-
-def test_a_cuda_graph_builds_its_weights_at_each_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after a forward pass that has built them without a step to follow, as a GradScaler may skip one."""
-    recording, builds, build = False, [], TorchProgram.build
-    monkeypatch.setattr("cpnorm.nn.prebuilt.is_recorded", lambda _: recording)
-    monkeypatch.setattr(TorchProgram, "build", lambda program: builds.append(recording) or build(program))
-    model = network()
-    cpnorm.renormalize_after(torch.optim.SGD(model.parameters(), lr=0.05), model)
-
-    def passes(count: int) -> list[bool]:
-        builds.clear()
-        sum(model(X).sum() for _ in range(count)).backward()
-        return list(builds)
-
-    assert passes(2) == [False]
-    assert passes(1) == []
-    recording = True
-    assert passes(2) == [True]  # one graph
-    assert passes(1) == [True]  # the next
-    recording = False
-    assert passes(2) == [False]  # nothing was computed so far
-    assert passes(1) == [False]  # replays may have changed the parameters
 
 
 def ready(model: nn.Module) -> list[bool]:

@@ -114,27 +114,3 @@ def test_an_optimizer_that_writes_to_data() -> None:
         return y
 
     close(trained(Old), trained(lambda parameters: torch.optim.SGD(parameters, lr=0.01)), 1e-5)
-
-
-@torch.no_grad()
-def test_a_cuda_graph_builds_its_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would read a kept weight at its address after a change of mode or of parameters has freed it."""
-    from cpnorm.nn import canonical
-
-    recording, built, build = False, [], canonical.dense_from_terms
-    monkeypatch.setattr(canonical, "is_recorded", lambda _: recording)
-    monkeypatch.setattr(canonical, "dense_from_terms", lambda *a, **k: built.append(recording) or build(*a, **k))
-    model, x = network(), torch.randn(2, 3, 6, 6)
-    recording = True
-    expected = model(x)
-    assert model[0].prebuilt is None  # the weight is computed by replays alone
-    recording = False
-    model(x)
-    kept = model[0].prebuilt
-    recording = True
-    assert torch.equal(model(x), expected)
-    assert built == [True, True, False, False, True, True]
-    recording = False
-    model(x)
-    assert model[0].prebuilt is kept
-    assert len(built) == 6

@@ -19,6 +19,7 @@ from cpnorm.gpu.replayed import Replayed
 from cpnorm.gpu.train_step import FusedTerms
 from cpnorm.gpu.training_kernels import BLOCK, TERMS
 from cpnorm.nn.canonical import CPLayer
+from cpnorm.nn.layer_form import is_recorded
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 GATHER = (16, 128)  # rows and columns that one program copies
@@ -184,7 +185,7 @@ class FusedGradients(FusedTerms):
         """Return the gradients of sigma, lambda and the vectors of all layers, in memory of their own."""
         zero = [i for i, d in enumerate(d_weights) if d is None]
         present = [torch.zeros_like(self._weights[i]) if d is None else d for i, d in enumerate(d_weights)]
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # which takes no table from here
+        if is_recorded(self._weights[0]):  # a CUDA graph takes no table from here
             for view, d in zip(self._d_views, present, strict=True):
                 view.copy_(d)
             self._compute()
@@ -241,7 +242,7 @@ class _Gradients:
 
     def take(self) -> list[Tensor]:
         """Return copies of the gradients, in memory that is used again once none of them is alive."""
-        if self._flat.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_recorded(self._flat):
             return self._split(self._flat.clone())  # a graph of the caller's has memory of its own
         if self._count() != self._references:  # gradients are accumulated, or kept by the caller
             self._lent = torch.empty_like(self._flat)
